@@ -7,7 +7,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import random
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +22,7 @@ import httpx
 import numpy as np
 
 from helpers.budgets import named
-from helpers.files import ROOT
+from helpers.files import COMMAND, ROOT
 from helpers.processes import run_python, status_bytes
 from helpers.waiting import wait_until
 from moeoff.cli.client import Client
@@ -36,10 +39,10 @@ done = threading.Event()
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: done.set())
 with server:
-    print(server.url, flush=True)
+    print(f"on {server.url}/v1", file=sys.stderr, flush=True)
     done.wait()
-print("stopped", flush=True)
 """
+_SERVES = re.compile(r"on (http://\S+)/v1")
 
 
 class Service:
@@ -48,23 +51,44 @@ class Service:
     """
 
     def __init__(self, model: str, first: str = "", **options):
-        command = [
-            sys.executable,
-            "-c",
-            first + SCRIPT,
-            model,
-            json.dumps({"kv_disk": 0} | options),
-        ]
-        self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
+        options = {"kv_disk": 0} | options
+        command = [sys.executable, "-c", first + SCRIPT, model, json.dumps(options)]
+        self._start(command, options.get("api_key"))
+
+    def _start(self, command: list[str], key: str | None, **how) -> None:
+        self._key, self._log = key, tempfile.TemporaryFile()  # nobody would read a pipe
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self._errors, text=True
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, **how
         )
-        self.url = self.process.stdout.readline().strip()
-        if not self.url.startswith("http"):
-            self.process.wait()
-            self._errors.seek(0)
-            raise AssertionError(self._errors.read())
-        self._key = options.get("api_key", "none")
+        wait_until(lambda: _SERVES.search(self.log) or self.process.poll() is not None)
+        found = _SERVES.search(self.log)
+        assert found, self.log
+        self.url = found[1]
+
+    @property
+    def log(self) -> str:
+        """All that the process has written. (A seek would move the process's place.)"""
+        fd = self._log.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+
+    def stop(self, number: int = signal.SIGTERM) -> str:
+        """End the process, which must end well, and return all that it has written."""
+        self.process.send_signal(number)
+        assert self.process.wait(300) == 0 and "Traceback" not in self.log, self.log
+        return self.log
+
+    def request(
+        self, method: str, path: str, key: str | None = "", headers: dict | None = None, **options
+    ) -> httpx.Response:
+        key = self._key if key == "" else key
+        headers = ({"Authorization": f"Bearer {key}"} if key else {}) | (headers or {})
+        return httpx.request(method, self.url + path, headers=headers, timeout=300, **options)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, body: object = None, **options) -> httpx.Response:
+        return self.request("POST", path, **({} if body is None else {"json": body}) | options)
 
     @functools.cached_property
     def client(self):
@@ -72,7 +96,7 @@ class Service:
 
         return openai.OpenAI(
             base_url=f"{self.url}/v1",
-            api_key=self._key,
+            api_key=self._key or "none",
             max_retries=0,
             timeout=300,
             http_client=single_use(),
@@ -83,7 +107,7 @@ class Service:
 
     def __exit__(self, *_) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
     @property
     def peak(self) -> int:
@@ -91,11 +115,16 @@ class Service:
         return status_bytes("VmHWM", self.process.pid)
 
     def metrics(self) -> dict[str, float]:
-        lines = httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         return {
             name: float(value)
             for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         }
+
+    def is_idle(self) -> bool:
+        """Return True if nothing is computed, also for clients who have gone."""
+        now = self.metrics()
+        return not now["llamacpp:requests_processing"] and not now["llamacpp:requests_deferred"]
 
     def complete(self, text: str | list[str], n: int):
         return self.client.completions.create(
@@ -109,6 +138,14 @@ class Service:
             temperature=0,
             **{"max_tokens": 24} | options,
         )
+
+
+class Command(Service):
+    """`moeoff serve` with these arguments, on a free port. shell: what starts it."""
+
+    def __init__(self, *args: str, key: str | None = None, shell: str | None = None, **how):
+        command = [*(["sh", "-c", shell] if shell else []), COMMAND, "serve", "--port", "0", *args]
+        self._start(command, key, **how)
 
 
 # The demo model's template knows no tools, and by itself it would call none. With this
@@ -170,9 +207,9 @@ def calling_service(model: str, folder: Path, **options) -> Service:
 LONGER = ["--override-kv", "qwen2moe.context_length=int:4096"]  # of the demo model
 
 
-def complete(url: str, prompt: list[int], **more) -> dict:
+def complete(url: str, prompt: str | list[int], **more) -> dict:
     body = {"prompt": prompt, "n_predict": 2, "temperature": 0, "ignore_eos": True, **more}
-    return httpx.post(f"{url}/completion", json=body, timeout=300).json()
+    return httpx.post(f"{url}/completion", json=body, timeout=300).raise_for_status().json()
 
 
 def words(seed: int, n: int) -> list[int]:

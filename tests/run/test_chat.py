@@ -13,7 +13,6 @@ from helpers.clients import CHANNELS, THINKS
 from helpers.models import rewritten
 from helpers.servers import client_of
 from helpers.terminal import STATS, Terminal
-from helpers.waiting import wait_until
 from moeoff.cli.chat import Chat, is_open, unquote
 from moeoff.cli.client import Client
 from moeoff.cli.run import run
@@ -77,39 +76,14 @@ def talk(client: Client, *lines: str) -> None:
     Chat(client, read=lambda: next(typed, None) or _leave()).loop()
 
 
-def test_experts_are_read_while_the_person_types(demo):
-    with client_of(demo, "-c", "256", warm=True, expert_memory="8M") as client:
-        stats = client.server.engine.buffer.stats
-
-        def read():
-            wait_until(lambda: stats().arena_committed > 6 << 20 and stats().resident_slices > 100)
-            raise EOFError
-
-        Chat(client, read=read).loop()
-
-
-def test_what_prompts_need_is_known_to_a_chat(demo):
-    """So that it can be read where the arena is full, too, as between a server's
-    requests. Not with --warm off.
-    """
-    needed = []
-    for warm in (False, True):
-        with client_of(demo, "-c", "256", "-n", "8", warm=warm, expert_memory="8M") as client:
-            talk(client, "How many apples?")
-            needed.append(client.server.engine._prompt_uses)
-    assert needed[0] is None and needed[1].weights.any(axis=1).all()
-
-
 def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
     terminal = chat("-n", "24", "--system", "Be brief.")
     first = terminal.ask("How many apples are there?")
     second = terminal.ask("And how many pears?")
     messages = saved(terminal, tmp_path / "chat.json")
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert (
-        messages[1]["content"] == "How many apples are there?"
-        and messages[2]["content"].split()[0] in first
-    )
+    assert messages[1]["content"] == "How many apples are there?"
+    assert messages[2]["content"].split()[0] in first
     with client_of(demo, "-c", "256", "-n", "1") as client:
         n_prompt = client.ask(messages[:-1], lambda *_: None).prompt_tokens
     computed, reused = prompt_counts(second)
@@ -189,10 +163,8 @@ def test_a_model_without_a_template_chats_with_a_remark(chat, demo, tmp_path):
     terminal = Terminal("-m", bare, "-n", "24", "--temp", "0", cache=tmp_path / "other")
     with terminal:
         text = " ".join(terminal.ready().split())
-        assert (
-            "the model has no chat template, chatting in a plain transcript" in text
-            and "--chat-template" in text
-        )
+        assert "the model has no chat template, chatting in a plain transcript" in text
+        assert "--chat-template" in text
         first = sum(prompt_counts(terminal.ask("How many?")))
         assert prompt_counts(terminal.ask("And how many more?"))[1] >= first + 8
 
@@ -216,9 +188,8 @@ def test_commands(chat, tmp_path):
 
     path = tmp_path / "chat"
     assert "2 messages" in terminal.ask(f"/save {path}")
-    assert "exists: repeat the command" in terminal.ask(
-        f"/save {path}"
-    ) and "2 messages" in terminal.ask(f"/save {path}")
+    assert "exists: repeat the command" in terminal.ask(f"/save {path}")
+    assert "2 messages" in terminal.ask(f"/save {path}")
     assert "expected FILE" in terminal.ask("/save") and "expected FILE" in terminal.ask("/load")
     assert "cannot be written" in terminal.ask("/save /nowhere/at/all")
     path.write_text("system: Be kind.")
@@ -226,16 +197,14 @@ def test_commands(chat, tmp_path):
     assert "missing.json: cannot be read: No such file" in terminal.ask("/load missing.json")
 
     before = saved(terminal, tmp_path / "before.json")
-    assert re.search(STATS, terminal.ask("/regen")) and [
-        m["content"] for m in saved(terminal, tmp_path / "after.json")[:2]
-    ] == ["Be kind.", "Hello?"]
-    assert "conversation cleared" in terminal.ask(
-        "/clear"
-    ) and "there is no question yet" in terminal.ask("/regen")
-    assert (
-        "2 messages" in terminal.ask(f"/load {tmp_path / 'before.json'}")
-        and saved(terminal, tmp_path / "loaded.json") == before
-    )
+    assert re.search(STATS, terminal.ask("/regen"))
+    after = saved(terminal, tmp_path / "after.json")
+    assert after[:2] == before[:2] and [m["role"] for m in after[2:]] == ["assistant"]
+    assert [m["content"] for m in after[:2]] == ["Be kind.", "Hello?"]
+    assert "conversation cleared" in terminal.ask("/clear")
+    assert "there is no question yet" in terminal.ask("/regen")
+    assert "2 messages" in terminal.ask(f"/load {tmp_path / 'before.json'}")
+    assert saved(terminal, tmp_path / "loaded.json") == before
     assert "conversation cleared" in terminal.ask("/clear")
     assert "system prompt removed" in terminal.ask("/system -")
     assert sum(prompt_counts(terminal.ask("Hello?"))) < with_system
@@ -251,9 +220,8 @@ def test_memory(chat):
     )
     assert "of 200 MiB" in terminal.ask("/memory 200M")
     assert "of 200 MiB" in " ".join(terminal.ask("Hello?").split())
-    assert "is more than the" in terminal.ask("/memory 99999G") and "of 200 MiB" in terminal.ask(
-        "/memory 200M"
-    )
+    assert "is more than the" in terminal.ask("/memory 99999G")
+    assert "of 200 MiB" in terminal.ask("/memory 200M")
     assert "not a size" in terminal.ask("/memory soon")
     assert "too small" in terminal.ask("/memory 20M")
     assert "of 200 MiB" in " ".join(terminal.ask("Hello again?").split())
@@ -376,15 +344,11 @@ def test_how_answers_are_drawn_can_be_changed(demo, capfd):
         )
         assert client.settings == {"n_predict": 3, "ignore_eos": True}
     text = capfd.readouterr().err
-    assert (
-        "| generated 3, " in text
-        and "n_predict -1, temp 0.5, top_k 40" in text
-        and "n_predict 3, temp 0.5" in text
-    )
-    assert (
-        "/set top_p: expected 0 to 1, got 7" in text
-        and "expected a NAME of n_predict, temp, top_k" in text
-    )
+    assert "| generated 3, " in text
+    assert "n_predict -1, temp 0.5, top_k 40" in text
+    assert "n_predict 3, temp 0.5" in text
+    assert "/set top_p: expected 0 to 1, got 7" in text
+    assert "expected a NAME of n_predict, temp, top_k" in text
 
 
 def _leave() -> str:

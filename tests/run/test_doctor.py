@@ -16,6 +16,11 @@ from moeoff.cli import doctor
 from moeoff.system import disk as disk_probe
 
 
+@pytest.fixture(autouse=True)
+def quick_probe(monkeypatch):
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
+
+
 def findings(done) -> dict[str, dict]:
     return {finding["name"]: finding for finding in json.loads(done.stdout)}
 
@@ -41,23 +46,18 @@ def test_this_machine(moeoff_command, demo):
         "disk rate",
         "I/O threads",
     }
-    assert (
-        "+moeoff." in by_name["fork"]["text"]
-        and "GOMP_SPINCOUNT=10000, threads bound" in by_name["openmp"]["text"]
-    )
+    assert "+moeoff." in by_name["fork"]["text"]
+    assert "GOMP_SPINCOUNT=10000, threads bound" in by_name["openmp"]["text"]
     assert all(finding["way_out"] for finding in by_name.values() if finding["state"] != "ok")
 
 
 def test_text_and_a_folder(invoke, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
     done = invoke("doctor", "-m", str(tmp_path))
     assert done.returncode == 0, done.stdout
-    assert (
-        "disk rate" in done.stdout
-        and "I/O threads" in done.stdout
-        and str(tmp_path) in done.stdout
-        and not list(tmp_path.iterdir())
-    )
+    assert "disk rate" in done.stdout
+    assert "I/O threads" in done.stdout
+    assert str(tmp_path) in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", ["missing.gguf", __file__])
@@ -72,7 +72,8 @@ def test_what_a_check_fails_over_is_a_finding_of_its_name(invoke, demo, monkeypa
 
     monkeypatch.setattr("moeoff.budget.dry_load.dry_load", refused)
     done = invoke("doctor", "-m", demo, "--json")
-    assert done.returncode == 1 and findings(done)["model"] == {
+    assert done.returncode == 1
+    assert findings(done)["model"] == {
         "name": "model",
         "state": "problem",
         "text": "llama.cpp cannot load it",
@@ -84,13 +85,10 @@ def test_the_disk_is_looked_at_where_the_usual_budget_is_too_small(invoke, demo,
     def refused(*_args: object, **_options: object) -> None:
         raise moeoff.BudgetError("80 % of what is available is too small")
 
-    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
     monkeypatch.setattr("moeoff.server.private.PrivateServer", refused)
     done = invoke("doctor", "-m", demo, "--json")
-    assert (
-        done.returncode == 1
-        and findings(done)["model"]["text"] == "80 % of what is available is too small"
-    )
+    assert done.returncode == 1
+    assert findings(done)["model"]["text"] == "80 % of what is available is too small"
     assert {"file system", "direct reads", "disk rate"} <= set(findings(done))
 
 
@@ -104,12 +102,9 @@ def test_warnings(monkeypatch):
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs here")
 def test_tmpfs(monkeypatch):
-    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.05)
     states = {finding.name: finding for finding in doctor.check_disk("/dev/shm")}
-    assert (
-        states["file system"].state == doctor.WARNING
-        and "saves nothing" in states["file system"].text
-    )
+    assert states["file system"].state == doctor.WARNING
+    assert "saves nothing" in states["file system"].text
 
 
 def test_row_kernels(monkeypatch):
@@ -135,22 +130,18 @@ def test_row_kernels_that_are_off(moeoff_command, demo, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("MOEOFF_ROW_KERNELS", "off")
         (kernels,) = doctor._row_kernels()
-    assert (
-        kernels.state == "warning"
-        and "off (MOEOFF_ROW_KERNELS is set)" in kernels.text
-        and kernels.way_out == "unset MOEOFF_ROW_KERNELS"
-    )
+    assert kernels.state == "warning"
+    assert "off (MOEOFF_ROW_KERNELS is set)" in kernels.text
+    assert kernels.way_out == "unset MOEOFF_ROW_KERNELS"
     show = (
         "from moeoff.llamacpp import native; print({native.row_kernel(number) for number in"
         " range(64)})"
     )
     assert run_python(show, MOEOFF_ROW_KERNELS="off") == "{0}\n"
     done = moeoff_command("doctor", "-m", demo, env=os.environ | {"MOEOFF_ROW_KERNELS": "no"})
-    assert (
-        done.returncode == 1
-        and "MOEOFF_ROW_KERNELS: expected on or off" in done.stdout + done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 1
+    assert "MOEOFF_ROW_KERNELS: expected on or off" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_cpu_features(monkeypatch):

@@ -8,6 +8,7 @@ import multiprocessing
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from companions import write_expert_adapter
 from helpers.budgets import needed
 from helpers.leaks import check_leaves_nothing
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
-from helpers.processes import run_python
+from helpers.processes import own_process, run_python
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError
 from moeoff.engine.driver import Driver
@@ -50,58 +51,41 @@ def without_identity(reply):
     return [without_identity(item) for item in reply] if isinstance(reply, list) else reply
 
 
+def completing(**options):
+    return lambda m: m.create_completion(PROMPT, **{"temperature": 0} | options)
+
+
+def chatting(**options):
+    return lambda m: m.create_chat_completion(QUESTION, **{"temperature": 0} | options)
+
+
+def objects(kind: str, **more) -> dict:
+    return {"type": "object", "properties": {"n": {"type": kind}}, **more}
+
+
+FUNCTION = {"name": "add", "parameters": objects("integer")}
+SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 11, "repeat_penalty": 1.1}
+JSON = {"type": "json_object"}
 CALLS = {
-    "completion": lambda m: m.create_completion(PROMPT, max_tokens=24, temperature=0),
-    "sampled": lambda m: m.create_completion(
-        PROMPT, max_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=11, repeat_penalty=1.1
-    ),
+    "completion": completing(max_tokens=24),
+    "sampled": completing(max_tokens=24, **SAMPLED),
     "call": lambda m: m(PROMPT, max_tokens=8, temperature=0, echo=True),
-    "stop": lambda m: m.create_completion(PROMPT, max_tokens=60, temperature=0, stop=["\n"]),
-    "stream": lambda m: list(
-        m.create_completion(PROMPT, max_tokens=12, temperature=0, stream=True)
+    "stop": completing(max_tokens=60, stop=["\n"]),
+    "stream": lambda m: list(completing(max_tokens=12, stream=True)(m)),
+    "logprobs": completing(max_tokens=6, logprobs=3),
+    "chat": chatting(max_tokens=24),
+    "chat stream": lambda m: list(chatting(max_tokens=12, stream=True)(m)),
+    "chat logprobs": chatting(max_tokens=6, logprobs=True, top_logprobs=2),
+    "json": chatting(max_tokens=40, response_format=JSON),
+    "schema": chatting(
+        max_tokens=40, response_format=JSON | {"schema": objects("integer", required=["n"])}
     ),
-    "logprobs": lambda m: m.create_completion(PROMPT, max_tokens=6, temperature=0, logprobs=3),
-    "chat": lambda m: m.create_chat_completion(QUESTION, max_tokens=24, temperature=0),
-    "chat stream": lambda m: list(
-        m.create_chat_completion(QUESTION, max_tokens=12, temperature=0, stream=True)
-    ),
-    "chat logprobs": lambda m: m.create_chat_completion(
-        QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
-    ),
-    "json": lambda m: m.create_chat_completion(
-        QUESTION, max_tokens=40, temperature=0, response_format={"type": "json_object"}
-    ),
-    "schema": lambda m: m.create_chat_completion(
-        QUESTION,
+    "tools": chatting(
         max_tokens=40,
-        temperature=0,
-        response_format={
-            "type": "json_object",
-            "schema": {
-                "type": "object",
-                "properties": {"n": {"type": "integer"}},
-                "required": ["n"],
-            },
-        },
-    ),
-    "tools": lambda m: m.create_chat_completion(
-        QUESTION,
-        max_tokens=40,
-        temperature=0,
-        tools=[
-            {
-                "type": "function",
-                "function": {
-                    "name": "add",
-                    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-                },
-            }
-        ],
+        tools=[{"type": "function", "function": FUNCTION}],
         tool_choice={"type": "function", "function": {"name": "add"}},
     ),
-    "logit_bias": lambda m: m.create_completion(
-        PROMPT, max_tokens=8, temperature=0, logit_bias={20: 5.0}
-    ),
+    "logit_bias": completing(max_tokens=8, logit_bias={20: 5.0}),
     "tokens": lambda m: [
         m.tokenize(b"Hello\tworld"),
         m.detokenize([72, 300, 901]).decode(errors="replace"),
@@ -257,11 +241,9 @@ def test_figures_of_a_prompt_that_was_cancelled(demo):
         with pytest.raises(Cancelled):
             llm.eval(list(range(300, 800)))
         counted = llm.engine.prompt_tokens
-        assert (
-            0 < counted < 500
-            and llm.stats().prompt_tokens == counted
-            and llm.stats().prompt_tps > 0
-        )
+        assert 0 < counted < 500
+        assert llm.stats().prompt_tokens == counted
+        assert llm.stats().prompt_tps > 0
         assert llm.stats().cpu_seconds > 0
         llm.reset_stats()
         assert llm.engine.prompt_tokens == 0
@@ -301,6 +283,7 @@ def test_progress(demo):
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and len(fractions) > 10
 
 
+@own_process
 def test_set_memory(demo):
     with moeoff.Llama(demo, memory=rss() + (150 << 20), **OPTIONS) as llm:
         expected = without_identity(CALLS["completion"](llm))
@@ -445,6 +428,7 @@ def test_a_warm_start_gives_way(grown):
         wait_until(lambda: (buffer.residency()[0] == 0b1110).all())
 
 
+@own_process
 def test_twenty_cycles_leave_nothing(demo):
     def cycle():
         with moeoff.Llama(demo, expert_memory="2M", n_ctx=64, n_threads=2) as llm:
@@ -465,20 +449,22 @@ def test_any_order_at_interpreter_exit(demo, order):
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
-def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
+@own_process
+def test_what_a_driver_takes_the_experts_lose(demo):
     """Its tables come after the arena was sized: 13 MiB of router rows with 48 gates of
     128 experts.
     """
-    held = []
-    budget = rss() + (100 << 20)
+    held, budget = [], rss() + (100 << 20)
 
-    def attach(*args, **kwargs):
+    def attach(*args, **kwargs) -> None:
         held.append(bytes(range(256)) * (32 << 12))  # 32 MiB
 
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         before = llm.engine.plan
-    monkeypatch.setattr(Driver, "attach", attach)
-    with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
-        assert llm.engine.plan.process > before.process + (24 << 20)
-        assert llm.stats().cache_bytes == llm.engine.plan.arena
-        assert llm.engine.plan.fixed + llm.engine.plan.arena <= budget
+    with (
+        mock.patch.object(Driver, "attach", attach),
+        moeoff.Llama(demo, memory=budget, **OPTIONS) as llm,
+    ):
+        plan = llm.engine.plan
+        assert plan.process > before.process + (24 << 20)
+        assert llm.stats().cache_bytes == plan.arena and plan.fixed + plan.arena <= budget

@@ -148,9 +148,12 @@ def test_what_is_so_anyway(invoke):
 
 def test_what_has_no_effect_is_said(invoke):
     done = invoke("run", "--mlock", "-p", "--mmap", "-ncmoe", "4", "--fit-ctx=1", "-n", "2")
-    assert done.returncode == 0 and [
-        line.partition(" has no effect")[0] for line in done.stderr.splitlines()[:-1]
-    ] == ["--mlock", "-ncmoe", "--fit-ctx"]
+    assert done.returncode == 0
+    assert [line.partition(" has no effect")[0] for line in done.stderr.splitlines()[:-1]] == [
+        "--mlock",
+        "-ncmoe",
+        "--fit-ctx",
+    ]
 
 
 def test_contexts(invoke):

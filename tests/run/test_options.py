@@ -130,9 +130,8 @@ def test_what_is_switched_off_leaves_a_strategy_its_precision(demo):
 
 
 def test_one_text_where_several_may_be_given():
-    assert ServerOptions.make(cors="https://a").cors == ("https://a",) and Sampling.make(
-        stop="end"
-    ).stop == ("end",)
+    assert ServerOptions.make(cors="https://a").cors == ("https://a",)
+    assert Sampling.make(stop="end").stop == ("end",)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +275,9 @@ def test_prompts_are_kept_from_one_run_to_the_next(invoke, demo, tmp_path, monke
 def test_what_make_reads_may_be_numbers_too(demo):
     config = Config.make(demo, type_k=8, rope_scaling_type=2, numa=False, tensor_split=None)
     assert (config.type_k, config.rope_scaling_type) == ("q8_0", "yarn")
-    assert (
-        config.keywords["type_k"] == 8
-        and config.keywords["rope_scaling_type"] == 2
-        and "numa" not in config.keywords
-    )
+    assert config.keywords["type_k"] == 8
+    assert config.keywords["rope_scaling_type"] == 2
+    assert "numa" not in config.keywords
 
 
 def test_the_models_own_yarn_factors_stay(demo):
@@ -295,6 +292,11 @@ def test_the_models_own_yarn_factors_stay(demo):
         assert (llm.context_params.yarn_beta_fast, llm.context_params.yarn_beta_slow) == (16, -1)
 
 
+def set_gpu(monkeypatch, why: str | None) -> None:
+    """Set why there is no GPU. None: there is one."""
+    monkeypatch.setattr("moeoff.options._no_gpu", lambda: why)
+
+
 def test_a_gpu_that_is_found_is_used(monkeypatch):
     """All layers and what they leave, unless something else was said, or the run must
     repeat.
@@ -305,18 +307,18 @@ def test_a_gpu_that_is_found_is_used(monkeypatch):
         with_gpu(values, adapters)
         return values
 
-    monkeypatch.setattr("moeoff.options._no_gpu", lambda: None)
+    set_gpu(monkeypatch, None)
     assert completed(n_ctx=8) == {"n_ctx": 8, "n_gpu_layers": -1, "vram": auto}
-    assert completed(n_gpu_layers=3)["vram"] == auto and completed(vram="2G") == {
+    assert completed(n_gpu_layers=3)["vram"] == auto
+    assert completed(vram="2G") == {
         "vram": "2G",
         "n_gpu_layers": -1,
     }
     for unchanged in ({"n_gpu_layers": 0}, {"deterministic": True}, {"trace": "x"}):
         assert completed(**unchanged) == unchanged
-    assert "vram" not in completed(vram_mode="cpu") and completed(adapters=True) == {
-        "n_gpu_layers": -1
-    }
-    monkeypatch.setattr("moeoff.options._no_gpu", lambda: "none")
+    assert "vram" not in completed(vram_mode="cpu")
+    assert completed(adapters=True) == {"n_gpu_layers": -1}
+    set_gpu(monkeypatch, "none")
     assert completed() == {}
 
 
@@ -324,7 +326,7 @@ def test_vram_auto_without_room_is_a_remark(demo, monkeypatch):
     """llama.cpp has no device here, and computes the layers that it was to get all the
     same: as where one is too small.
     """
-    monkeypatch.setattr("moeoff.options._no_gpu", lambda: None)
+    set_gpu(monkeypatch, None)
     with moeoff.Llama(demo, n_gpu_layers=1, vram="auto", **SMALL) as llm:
         assert (
             llm.engine.device_remark
@@ -340,10 +342,14 @@ def test_vram_auto_without_room_is_a_remark(demo, monkeypatch):
 @pytest.mark.parametrize("backend", ["CUDA", "Vulkan"])
 def test_a_build_with_a_backend_and_no_driver_says_so_in_a_sentence(monkeypatch, backend):
     """And computes on the CPU; only Vulkan has a software driver to name."""
-    monkeypatch.setattr("moeoff.llamacpp.llama.supports_gpu", lambda: False)
-    monkeypatch.setattr("moeoff.llamacpp.devices.backends", lambda: [backend])
-    monkeypatch.setattr("moeoff.llamacpp.devices.devices", lambda: [])
-    monkeypatch.setattr("moeoff.llamacpp.devices.find_devices", lambda: "the driver is too old")
+    found = {
+        "llama.supports_gpu": False,
+        "devices.backends": [backend],
+        "devices.devices": [],
+        "devices.find_devices": "the driver is too old",
+    }
+    for name, value in found.items():
+        monkeypatch.setattr(f"moeoff.llamacpp.{name}", lambda value=value: value)
     values = {"n_gpu_layers": 99, "vram": "auto"}
     (line,) = without_gpu(values)
     reason = f"this build has {backend}, but no driver offers a device (the driver is too old)"

@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import traceback
 
 import pytest
 
 import moeoff
 from helpers.files import ROOT
-from moeoff import OptionError
+from helpers.processes import own_process, run_python
+from moeoff import MoeoffError, OptionError
 from moeoff.budget.dry_load import memory_sizes
 from moeoff.budget.plan import RESERVE
+from moeoff.llamacpp.llama import api
 from moeoff.system.memory import MIB
 
 # each takes megabytes, and nothing that answers a prompt uses it
@@ -50,10 +56,7 @@ def test_packages_of_a_running_model(demo, runs):
             demo,
             "-p",
             "What is 2 + 3?",
-            "-n",
-            "4",
-            "-c",
-            "256",
+            *"-n 4 -c 256".split(),
         ]
     out = subprocess.run(
         command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -72,10 +75,7 @@ def measured(grown) -> dict:
         sys.executable,
         str(ROOT / "scripts" / "bench" / "bench_process.py"),
         grown,
-        "-c",
-        "512",
-        "--memory",
-        "200M",
+        *"-c 512 --memory 200M".split(),
     ]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -158,83 +158,78 @@ def test_samplers_of_earlier_answers_are_freed(demo):
         gc.enable()
 
 
-def run(code: str, model: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, model], capture_output=True, text=True, timeout=600
-    )
-
-
-ENDS = """
-import sys, threading, time, moeoff
-llm = moeoff.Llama(sys.argv[1], expert_memory="4M", n_ctx=2048, n_threads=2, warm=False)
-threading.Thread(target=lambda: llm.eval([7] * 2000), daemon=True).start()
-while llm.stats().demand_misses == 0:
-    time.sleep(0.001)
-"""
-
-
-def test_it_may_end_while_a_thread_computes(demo):
+@pytest.mark.parametrize("is_left", [False, True])
+def test_it_may_end_while_a_thread_computes(demo, is_left):
     """The buffer is freed then, and the model is not: what llama.cpp asks while it
-    computes still has to be there.
+    computes still has to be there. Also beside an answer that nobody reads on.
     """
-    done = run(ENDS, demo)
-    assert done.returncode == 0, done.stderr
-
-
-# A fork in which something does not end is killed by its alarm; what a fork raises ends
-# it with 1.
-FORKS = """
-import os, signal, sys, threading, moeoff
-from moeoff.llamacpp.llama import api
-llm = moeoff.Llama(sys.argv[1], expert_memory="4M", n_ctx=512, n_threads=1, warm=False)
-expected = llm("The heron", max_tokens=8, temperature=0)["choices"][0]["text"]
-
-def answer():
-    try:
-        llm("The heron", max_tokens=8)
-    except moeoff.MoeoffError as error:
-        assert "the model was opened in process" in str(error)
-    else:
-        sys.exit(2)
-
-context = llm.context_handle
-
-def compute():
-    token = (api.llama_token * 1)(1)
-    assert api.llama_decode(context, api.llama_batch_get_one(token, 1)) != 0
-
-def forked(what):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(120)
-        what()
-        sys.exit(0)
-    return os.waitpid(child, 0)[1]
-
-print({what.__name__: forked(what) for what in (answer, compute, llm.close)})
-assert llm("The heron", max_tokens=8, temperature=0)["choices"][0]["text"] == expected
-ends = threading.Event()
-
-def work():
-    while not ends.is_set():
-        llm.create_completion("Once upon a time", max_tokens=40, temperature=1.0)
-
-thread = threading.Thread(target=work)
-thread.start()
-print([forked(what) for what in (answer, llm.close, lambda: None) for _ in range(3)])
-ends.set()
-thread.join()
-assert llm("The heron", max_tokens=8, temperature=0)["choices"][0]["text"] == expected
+    left = 'left = llm.create_completion("A", max_tokens=9, stream=True)' if is_left else ""
+    code = f"""
+import threading, moeoff
+llm = moeoff.Llama({demo!r}, expert_memory="4M", n_ctx=2048, n_threads=2, warm=False)
+{left}
+began = threading.Event()
+llm.set_gate_callback(lambda _event: began.set())
+threading.Thread(target=lambda: llm.eval([7] * 2000), daemon=True).start()
+began.wait(300)
 """
+    run_python(code)
 
 
+@own_process
 def test_forks_end_and_say_what_they_cannot(demo):
     """Whatever the threads did that they do not have; and the process that was copied
-    goes on.
+    goes on. A fork in which something does not end is killed by its alarm.
     """
-    done = run(FORKS, demo)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == [
-        "{'answer': 0, 'compute': 0, 'close': 0}",
-        str([0] * 9),
-    ], done.stderr
+
+    def forked(what) -> int:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(120)
+            try:
+                what()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+    def text(llm) -> str:
+        return llm("The heron", max_tokens=8, temperature=0)["choices"][0]["text"]
+
+    def opens() -> None:
+        with moeoff.Llama(demo, expert_memory="1M", n_ctx=64) as llm:
+            assert llm("Hello", max_tokens=2)["choices"]
+
+    assert forked(opens) == 0, "before anything was computed it is as any other process"
+    llm = moeoff.Llama(demo, expert_memory="4M", n_ctx=512, n_threads=1, warm=True)
+    expected = text(llm)
+    stream = llm.create_completion("Hello", max_tokens=9, stream=True)
+    next(stream)
+    context = llm.context_handle
+
+    def refused() -> None:
+        for ask in (lambda: llm("The heron", max_tokens=8), lambda: next(stream)):
+            with pytest.raises(MoeoffError, match="the model was opened in process"):
+                ask()
+        with pytest.raises(MoeoffError, match="this process is a fork"):
+            opens()
+
+    def compute() -> None:
+        token = (api.llama_token * 1)(1)
+        assert api.llama_decode(context, api.llama_batch_get_one(token, 1)) != 0
+
+    assert [forked(what) for what in (refused, compute, llm.close)] == [0] * 3
+    assert text(llm) == expected
+    ends = threading.Event()
+
+    def work() -> None:
+        while not ends.is_set():
+            llm.create_completion("Once upon a time", max_tokens=40, temperature=1.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    found = [forked(what) for what in (refused, llm.close, lambda: None) for _ in range(3)]
+    ends.set()
+    thread.join()
+    assert found == [0] * 9 and text(llm) == expected

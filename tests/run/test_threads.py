@@ -308,9 +308,7 @@ def test_a_cpuset_that_changes(lock):
         assert {caller, *others} == {str(one)}
         set_cores(BOTH)
         caller, others = child.ask("decode")
-        assert (
-            caller == str(CORES[0])
-            and others.count(str(one)) == 1
-            and others.count(BOTH) == len(others) - 1
-        )
+        assert caller == str(CORES[0])
+        assert others.count(str(one)) == 1
+        assert others.count(BOTH) == len(others) - 1
         assert child.ask("look")[0] == BOTH

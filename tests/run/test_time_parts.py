@@ -5,11 +5,10 @@ and reads are told apart by who asked for them.
 import pytest
 
 from helpers.files import PROSE, ROOT
-from moeoff import MoeoffError
 from moeoff.measure.job import Job, Sample
 from moeoff.measure.run import measure
 from speed import prompt_then_tokens
-from time_parts import READS, Ceiling, other_parts, read_parts, threads, token_parts
+from time_parts import READS, other_parts, read_parts, token_parts
 
 pytestmark = pytest.mark.slow  # tests of research scripts run in nightly
 
@@ -86,23 +85,3 @@ def test_reads_are_told_apart(demo, strategy, early):
         if name.startswith("stall_") and seconds > 0.01 * sample.counters["stall_seconds"]
     }
     assert early or stalls == {"stall_gate"}
-
-
-def test_ceiling():
-    sample = Sample(1, 10, seconds=1.0, counters={"bytes_read": 100})
-    assert (
-        Ceiling.of([sample, sample], 20.0, 400) == (20.0, 40.0, 10.0)
-        and Ceiling.of([sample], 20.0, 400).reached == 0.5
-    )
-    assert Ceiling.of([sample], 200.0, 400).reached == 0.25
-    assert (
-        Ceiling.of([Sample(1, 10, seconds=1.0, counters={"bytes_read": 0})], 20.0, 400).reached
-        == 0.5
-    )
-
-
-def test_a_kernel_that_does_not_tell(tmp_path, monkeypatch):
-    (tmp_path / "1").mkdir()
-    monkeypatch.setattr("time_parts._TASKS", str(tmp_path))
-    with pytest.raises(MoeoffError, match="Linux"):
-        threads()

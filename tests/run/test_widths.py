@@ -94,10 +94,8 @@ def test_a_wide_table_is_folded_and_not_cut(capsys, monkeypatch):
 
 def test_large_sizes_keep_the_columns():
     titles, rule = next(as_markdown([])).splitlines()
-    assert (
-        len(titles) == len(rule) <= COLUMNS
-        and len(format_size(500 << 30)) <= titles.index("|", 1) - 3
-    )
+    assert len(titles) == len(rule) <= COLUMNS
+    assert len(format_size(500 << 30)) <= titles.index("|", 1) - 3
 
 
 def test_the_worker_names_the_flag_as_it_was_typed(invoke):

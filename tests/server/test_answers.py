@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import pytest
 
 from helpers.clients import THINKS, TOOL
@@ -42,7 +41,7 @@ def calling(demo, tmp_path_factory):
 def post(server: Service, path: str, status: int = 200, **body) -> dict:
     if path != RESPONSES and "prompt" not in body and "input" not in body:
         body = {"messages": QUESTION} | body
-    answer = httpx.post(server.url + path, json=body, timeout=300)
+    answer = server.post(path, body)
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -52,7 +51,7 @@ def refused(server: Service, path: str, **body) -> str:
 
 
 def streamed(server: Service, path: str, **body) -> list[dict]:
-    answer = httpx.post(server.url + path, json=body | {"stream": True}, timeout=300)
+    answer = server.post(path, body | {"stream": True})
     lines = answer.raise_for_status().text.splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
@@ -135,7 +134,7 @@ def test_a_stream_of_several_answers_ends_in_one_usage_part(served, path):
     options["stream_options"] = {"include_usage": True}
     *events, last = streamed(served, path, **options, **ASKED[path])
     assert not any(event.get("usage") for event in events)
-    assert last["usage"]["completion_tokens"] == 15
+    assert last["usage"]["completion_tokens"] == 15 and last["moeoff"]["hits"] > 0
     choices = [choice for event in (*events, last) for choice in event["choices"]]
     assert {choice["index"] for choice in choices} == {0, 1, 2}
 
@@ -251,7 +250,7 @@ def test_a_format_without_a_schema_is_refused(served):
 
 @pytest.mark.parametrize("body", [b"{", b"[1,", b"\xff", b""])
 def test_bodies_that_are_no_json_are_the_requests_fault(served, body):
-    answer = httpx.post(f"{served.url}/completion", content=body, timeout=300)
+    answer = served.post("/completion", content=body)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
 

@@ -93,13 +93,9 @@ def test_a_model_goes_on(demo, tmp_path):
 # of a server
 
 
-def ask(url: str, content: str = "Hi") -> httpx.Response:
-    messages = [{"role": "user", "content": content}]
-    return httpx.post(
-        f"{url}/v1/chat/completions",
-        json={"messages": messages, "max_tokens": 4, "temperature": 0},
-        timeout=300,
-    )
+def ask(served: Service, content: str = "Hi") -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
+    return served.post("/v1/chat/completions", body)
 
 
 def programs(pid: int) -> list[int]:
@@ -149,17 +145,17 @@ def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, first):
     with Service(
         with_template(demo, tmp_path / "model.gguf", FAILS_LATER), first, memory=budget, n_ctx=512
     ) as served:
-        before = ask(served.url).json()["choices"]
+        before = ask(served).json()["choices"]
         for what in ("crash", "memory", "length"):
             for _ in range(3):
-                answer = ask(served.url, what)
+                answer = ask(served, what)
                 assert answer.status_code in (400, 500) and answer.json()["error"]["message"]
-            assert ask(served.url).json()["choices"] == before
+            assert ask(served).json()["choices"] == before
         assert served.peak <= budget
 
 
 def begin_slow(served: Service, pool: ThreadPoolExecutor, n: int) -> list[Future]:
-    late = [pool.submit(ask, served.url, "slow") for _ in range(n)]
+    late = [pool.submit(ask, served, "slow") for _ in range(n)]
     wait_until(
         lambda: any(processor_ticks(program) > 20 for program in programs(served.process.pid))
     )
@@ -179,12 +175,12 @@ def test_slow_ones_hold_nobody_up_and_a_stop_ends_them(demo, tmp_path, n):
         ) as served,
         ThreadPoolExecutor() as pool,
     ):
-        ask(served.url)
+        ask(served)
         late = begin_slow(served, pool, n)
         slow = [p for p in programs(served.process.pid) if processor_ticks(p) > 20]
         for program in slow:
             os.kill(program, signal.SIGSTOP)
-        assert all(ask(served.url).status_code == 200 for _ in range(n))
+        assert all(ask(served).status_code == 200 for _ in range(n))
         assert not any(one.done() for one in late) and len(programs(served.process.pid)) <= 2
         for program in slow:
             os.kill(program, signal.SIGCONT)
@@ -245,19 +241,15 @@ print(len(programs()))
 
 def test_the_program_is_started_again_and_nothing_of_it_stays_after_a_stop(demo):
     with Service(demo, expert_memory=4 << 20, n_ctx=512) as served:
-        before = ask(served.url).json()["choices"]
+        before = ask(served).json()["choices"]
         (first,) = programs(served.process.pid)
         os.kill(first, signal.SIGKILL)
-        assert ask(served.url).json()["choices"] == before
+        assert ask(served).json()["choices"] == before
         (second,) = programs(served.process.pid)
         # the small bound is not enough: the text is as ever, and then far too long for
         # the context
         long = " ".join(["word"] * 200_000)
-        answer = httpx.post(
-            f"{served.url}/apply-template",
-            json={"messages": [{"role": "user", "content": long}]},
-            timeout=300,
-        )
+        answer = served.post("/apply-template", {"messages": [{"role": "user", "content": long}]})
         assert answer.status_code == 200 and long in answer.json()["prompt"]
     wait_until(lambda: not runs(second) and not any(map(runs, programs(served.process.pid))))
     assert run_python(STOPPED, demo).split() == ["1", "0"]

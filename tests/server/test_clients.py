@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 
-import httpx
 import pytest
 
 from helpers.clients import CLIENTS, SCHEMA, WHAT
@@ -72,22 +70,10 @@ def expected(served: Service) -> str:
     """
     body = {"messages": [{"role": "user", "content": QUESTION}]}
     texts = [
-        httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300).json()["choices"][
-            0
-        ]["message"]["content"]
+        served.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
         for _ in range(2)
     ]
     return texts[1].strip()
-
-
-def metric(served: Service, name: str) -> float:
-    return float(
-        re.search(
-            rf"^llamacpp:{name} (\S+)$",
-            httpx.get(f"{served.url}/metrics", timeout=300).text,
-            re.MULTILINE,
-        )[1]
-    )
 
 
 @each("chat")
@@ -120,11 +106,9 @@ def test_schema(client, chatting):
 @each("embeddings")
 def test_embeddings(client, embedding):
     one, same, other = client(embedding).embeddings(["a dog", "a dog", "seven"])
-    assert (
-        one == pytest.approx(same, abs=1e-4)
-        and one != pytest.approx(other, abs=1e-2)
-        and len(one) == 128
-    )
+    assert one == pytest.approx(same, abs=1e-4)
+    assert one != pytest.approx(other, abs=1e-2)
+    assert len(one) == 128
 
 
 @each("list")
@@ -135,17 +119,15 @@ def test_list(client, chatting):
 @each("cancel")
 def test_cancel(client, endless):
     """What is given up is no longer computed."""
-    before = metric(endless, "tokens_predicted_total")
+    before = endless.metrics()["llamacpp:tokens_predicted_total"]
     client(endless).cancel(QUESTION)
-    wait_until(lambda: metric(endless, "requests_processing") == 0)
-    assert metric(endless, "tokens_predicted_total") - before < N
+    wait_until(endless.is_idle)
+    assert endless.metrics()["llamacpp:tokens_predicted_total"] - before < N
 
 
 def test_what_a_client_cannot_do_is_named_with_its_reason():
     for kind in CLIENTS.values():
         methods = {what for what in WHAT if hasattr(kind, what)}
-        assert (
-            methods | kind.cannot.keys() == set(WHAT)
-            and not methods & kind.cannot.keys()
-            and all(kind.cannot.values())
-        )
+        assert methods | kind.cannot.keys() == set(WHAT)
+        assert not methods & kind.cannot.keys()
+        assert all(kind.cannot.values())

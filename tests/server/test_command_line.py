@@ -5,21 +5,16 @@ llama-server logged where it ends.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
 import moeoff
 from companions import write_control_vector, write_expert_adapter
 from helpers.refusals import refusals, refused
-from helpers.servers import said_of_each
+from helpers.servers import Command, said_of_each
 from moeoff import OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.llamacpp.llama import supports_gpu
@@ -99,10 +94,8 @@ def test_layers_for_a_gpu_that_is_not_there_are_left_out_as_llama_server_does():
         assert line.left_out[0].startswith(
             "--n-gpu-layers and --tensor-split have no effect: this build "
         )
-    assert (
-        CommandLine.read(["-ngl", "auto"]) == CommandLine.read(["-ngl", "0"])
-        and CommandLine.read(["-ngl", "0"]).left_out == []
-    )
+    assert CommandLine.read(["-ngl", "auto"]) == CommandLine.read(["-ngl", "0"])
+    assert CommandLine.read(["-ngl", "0"]).left_out == []
     asked = CommandLine.read("-ngl 99 --vram 1G".split())  # for what only a GPU has
     with pytest.raises(OptionError, match="n_gpu_layers: this build "):
         Config.make("m", **asked.options)
@@ -171,44 +164,26 @@ def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
     """
     monkeypatch.setenv("LLAMA_ARG_N_PARALLEL", "2")
     monkeypatch.setenv("LLAMA_ARG_MODEL", demo)
-    args = "serve --port 0 -c 512 -fa on --mlock --jinja --temp 0 -n 5 --warm off".split()
-    with subprocess.Popen(
-        [sys.executable, "-m", "moeoff.cli", *args], stderr=subprocess.PIPE, text=True
-    ) as process:
-        text = ""
-        for line in process.stderr:
-            text += line
-            if match := re.search(r"on (http://\S+)/v1", line):
-                break
-        answers = [
-            httpx.post(f"{match[1]}/completion", json={"prompt": "The heron"}, timeout=300).json()
-            for _ in range(2)
-        ]
-        slots = httpx.get(f"{match[1]}/props", timeout=300).json()["total_slots"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 0
+    args = "-c 512 -fa on --mlock --jinja --temp 0 -n 5 --warm off".split()
+    with Command(*args) as server:
+        answers = [server.post("/completion", {"prompt": "The heron"}).json() for _ in range(2)]
+        slots = server.get("/props").json()["total_slots"]
+        text = server.stop()
     assert "--mlock has no effect" in text and slots == 2
     assert answers[0]["content"] == answers[1]["content"] and answers[0]["tokens_predicted"] == 5
 
 
-@pytest.mark.parametrize("args, text, log", [("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file", False),
-                                              ("--path /nowhere", "static assets path not found: /nowhere", False),
-                                              ("--path /nowhere", "static assets path not found: /nowhere", True),
-                                              ("--grammar (((", "failed to parse grammar", False)])  # fmt: skip
-def test_what_llama_server_ends_for_is_the_error(demo, tmp_path, args, text, log):
+def test_what_llama_server_ends_for_is_the_error(demo, tmp_path):
     """Also where its log goes to a file of the user's."""
-    log = ["--log-file", str(tmp_path / "log")] if log else []
-    code = (
-        "import sys, moeoff\ntry: moeoff.Server(sys.argv[1], port=0, expert_memory='4M', n_ctx=512,"
-        " args=sys.argv[2:]).start()\nexcept moeoff.MoeoffError as e: print(e)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, demo, *args.split(), *log],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert text in done.stdout and "ended by itself" not in done.stdout
+    page = "--path /nowhere", "static assets path not found: /nowhere"
+    cases = [
+        ("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file"),
+        page,
+        (f"{page[0]} --log-file {tmp_path / 'log'}", page[1]),
+        ("--grammar (((", "failed to parse grammar"),
+    ]
+    for line, (_, text) in zip(said_of_each(demo, *(args for args, _ in cases)), cases):
+        assert text in line and "ended by itself" not in line
 
 
 # --- files that its own options name ---
@@ -227,17 +202,13 @@ def test_the_log_replaces_no_file_that_is_in_use(demo, tmp_path):
     whole = model.read_bytes()
     lines = said_of_each(str(model), f"--log-file {model}", f"--log_file={link}", f"--grammar-file {grammar} --log-file {grammar}",
                          f"--api-key-file {key} --log-file {key}", f"--experts none --log-file {sidecar}", f"--slot-save-path {tmp_path}")  # fmt: skip
-    assert (
-        len(lines) == 6
-        and all("would replace" in line for line in lines[:5])
-        and "clients could write over them" in lines[5]
-    )
-    assert (
-        model.read_bytes() == whole
-        and grammar.read_text() == 'root ::= "a"'
-        and key.read_text() == "secret"
-        and sidecar.read_bytes() == b"x"
-    )
+    assert len(lines) == 6
+    assert all("would replace" in line for line in lines[:5])
+    assert "clients could write over them" in lines[5]
+    assert model.read_bytes() == whole
+    assert grammar.read_text() == 'root ::= "a"'
+    assert key.read_text() == "secret"
+    assert sidecar.read_bytes() == b"x"
     log = tmp_path / "log"
     (tmp_path / "slots").mkdir()
     assert said_of_each(
@@ -259,9 +230,8 @@ def test_nobody_is_waited_for(demo, tmp_path):
         f"--lora {adapter},{pipe}"
     ]
     *lines, of_log = said_of_each(demo, *args, f"--log-file {pipe}")
-    assert len(lines) == len(args) and all(
-        "cannot be read: a pipe, expected a file" in line for line in lines
-    )
+    assert len(lines) == len(args)
+    assert all("cannot be read: a pipe, expected a file" in line for line in lines)
     assert "is a pipe, and llama-server would wait for its reader" in of_log
 
 

@@ -9,13 +9,12 @@ import json
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import httpx
 import pytest
 
 from helpers.servers import LONGER, Service, complete, needed, words
-from helpers.slot_stress import EXACT, Request, draw_requests, find_wrong, read_stream, send
+from helpers.slot_stress import EXACT, Request, draw_requests, find_wrong, read_stream
 from helpers.waiting import wait_until
 from shape_model import SHAPES, shape_model
 
@@ -73,25 +72,6 @@ def test_conversations_that_share_a_full_context_make_room_for_each_other(demo):
             assert timings["cache_n"] >= len(prompt) and timings["prompt_n"] <= 9
 
 
-def test_a_request_for_a_busy_slot_waits(demo):
-    """The slot's answer is the one that the model gives alone, and so is the answer of
-    the request that waits.
-    """
-    a, b = Request(4, 8, None, {}), Request(0, 100, None, {})
-    with (
-        Service(demo, expert_memory=4 << 20, n_ctx=512, **EXACT) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        expected = [send(server.url, request) for request in (a, b)]
-        stream, tokens = read_stream(server.url, b), []
-        while len(tokens) < 5:
-            tokens += next(stream)
-        pinned = pool.submit(send, server.url, replace(a, options={"id_slot": 0}))
-        for piece in stream:
-            tokens += piece
-        assert [pinned.result(), tokens] == expected
-
-
 @pytest.mark.slow
 def test_an_answer_does_not_wait_for_a_long_prompt(grown):
     """All of the prompt would fit into one batch, which takes seconds."""
@@ -113,8 +93,7 @@ def test_an_answer_does_not_wait_for_a_long_prompt(grown):
                 if prompt.done():
                     break
             took = prompt.result()["timings"]["prompt_ms"] / 1000
-    assert took > 6
-    assert max(b - a for a, b in itertools.pairwise(came)) < 3
+    assert max(b - a for a, b in itertools.pairwise(came)) < took / 2
 
 
 @pytest.mark.parametrize(
@@ -180,10 +159,6 @@ def test_copies_of_an_answer_do_not_cost_other_conversations(demo):
             assert complete(server.url, [*talk, *words(8, 8)])["timings"]["cache_n"] >= 300
 
 
-def is_idle(server: Service) -> bool:
-    return server.metrics()["llamacpp:requests_processing"] == 0
-
-
 @pytest.fixture(
     scope="module",
     params=["attention", pytest.param("window", marks=pytest.mark.slow), "recurrent"],
@@ -220,7 +195,7 @@ def test_clients_that_give_up_a_prompt_get_it_in_the_end(server):
     complete(server.url, words(2, 100))
     for _ in range(3):
         read_some(server.url, prompt, share=0.6)
-        wait_until(lambda: is_idle(server))
+        wait_until(server.is_idle)
     again = complete(server.url, prompt, n_probs=8)
     assert again["timings"]["prompt_n"] <= 0.45 * len(prompt), again["timings"]
     whole = complete(server.url, prompt, n_probs=8, cache_prompt=False)
@@ -238,6 +213,6 @@ def test_an_answer_that_is_stopped_keeps_its_conversation(server):
     """
     prompt = words(3, 700)
     got = read_some(server.url, prompt, n=5, n_predict=2000)
-    wait_until(lambda: is_idle(server))
+    wait_until(server.is_idle)
     turn = complete(server.url, [*prompt, *got, *words(4, 20)])
     assert turn["timings"]["cache_n"] >= len(prompt) - 5, turn["timings"]

@@ -11,16 +11,19 @@ import json
 import math
 import os
 import shutil
+from unittest import mock
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
+import moeoff
 from companions import N_PATCHES, write_projector
+from helpers import servers
 from helpers.files import PROSE, flip_bit
 from helpers.models import rewritten
-from helpers.processes import run_python
+from helpers.processes import own_process, run_python
 from helpers.servers import Service, needed, said_of_each, stock_server
 from moeoff.budget.dry_load import dry_load
 from moeoff.experts.convert import convert
@@ -39,15 +42,8 @@ PICTURES = {"n_ctx": 512, "parallel": 1, "n_threads": 2, "expert_memory": 4 << 2
 # drafts
 
 
-def complete(url: str, prompt: str) -> dict:
-    body = {
-        "prompt": prompt,
-        "n_predict": 64,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_prompt": False,
-    }
-    return httpx.post(f"{url}/completion", json=body, timeout=300).raise_for_status().json()
+def complete(url: str, prompt: str, **more) -> dict:
+    return servers.complete(url, prompt, **{"n_predict": 64, "cache_prompt": False} | more)
 
 
 def texts(url: str) -> tuple[list[str], int, int]:
@@ -70,14 +66,13 @@ def test_the_models_own_layers(nextn, tmp_path):
         nextn, spec_type="draft-mtp", strategy="score", trace=str(trace), **DRAFTS
     ) as server:
         answers, drafted, accepted = texts(server.url)
-        server.process.terminate()
-        assert server.process.wait(300) == 0
+        assert "moeoff_draft_length" in server.metrics()
+        server.stop()
     assert answers == expected and 0 < accepted < drafted
     recorded = Trace.read(trace)
     n_layers = ModelIndex.read(nextn).n_layer - 1  # the first is dense
-    assert recorded.model.n_gates == n_layers and {event.gate for event in recorded.events} == set(
-        range(n_layers)
-    )
+    assert recorded.model.n_gates == n_layers
+    assert {event.gate for event in recorded.events} == set(range(n_layers))
     # a draft that is checked is decoded, not read
     assert any(event.decode and len(event.ids) > 1 for event in recorded.events)
 
@@ -116,36 +111,25 @@ def test_several_at_a_time(nextn):
     """
     with Service(nextn, spec_type="draft-mtp", **DRAFTS | {"parallel": 4, "n_ctx": 1024}) as server:
         body = {"prompt": PROMPTS * 4, "n_predict": 64, "temperature": 0, "ignore_eos": True}
-        answers = (
-            httpx.post(f"{server.url}/completion", json=body, timeout=300).raise_for_status().json()
-        )
+        answers = server.post("/completion", body).raise_for_status().json()
     assert len(answers) == 12 and all(answer["tokens_predicted"] == 64 for answer in answers)
     assert sum(answer["timings"].get("draft_n", 0) for answer in answers) > 0
 
 
-@pytest.mark.slow
-def test_a_draft_model(demo, tmp_path):
-    """The model itself, which guesses right, and one whose vocabulary is another's."""
-    with Service(demo, **DRAFTS) as server:
-        expected = texts(server.url)[0]
-    with Service(demo, draft=demo, **DRAFTS) as server:
-        answers, drafted, accepted = texts(server.url)
-        assert "moeoff_draft_length" in httpx.get(f"{server.url}/metrics", timeout=300).text
-    assert answers == expected and 0.5 * drafted < accepted <= drafted
-
-
+@own_process
 def test_what_a_drafted_token_chose_is_read_meanwhile(demo):
-    code = """
-import httpx, sys, moeoff
-with moeoff.Server(sys.argv[1], draft=sys.argv[1], port=0, expert_memory="4M", n_ctx=512, parallel=1) as server:
-    engine, expected = server.engine, []
-    memory = engine._token_experts
-    memory.expect = lambda token, expect=memory.expect: (expected.append(token), expect(token))
-    body = {"prompt": "one two three", "n_predict": 32, "temperature": 0, "ignore_eos": True, "return_tokens": True}
-    written = httpx.post(f"{server.url}/completion", json=body, timeout=300).raise_for_status().json()["tokens"]
-    print(len(expected) > 4, set(expected) <= set(written), memory._draft_ns > 0)
-"""
-    assert run_python(code, demo).split() == ["True"] * 3
+    """The engine is told each token before its draft is checked."""
+    options = {"draft": demo, "port": 0, "expert_memory": "4M", "n_ctx": 512, "parallel": 1}
+    with moeoff.Server(demo, **options) as server:
+        expected, engine = [], server.engine
+        told = mock.patch.object(
+            engine,
+            "expect",
+            side_effect=lambda n, expect=engine.expect: expected.append(n) or expect(n),
+        )
+        with told:
+            written = complete(server.url, PROMPTS[0], return_tokens=True)["tokens"]
+        assert len(expected) > 4 and set(expected) <= set(written)
 
 
 @pytest.mark.slow
@@ -172,14 +156,12 @@ def test_a_read_error_in_the_models_own_layers(nextn, tmp_path):
         expected = complete(server.url, PROMPTS[0])["content"]
         for at in places:
             flip_bit(sidecar, at)
-        answer = httpx.post(
-            f"{server.url}/completion",
-            json={"prompt": "Four score and seven years", "n_predict": 32, "temperature": 0},
-            timeout=300,
+        answer = server.post(
+            "/completion",
+            {"prompt": "Four score and seven years", "n_predict": 32, "temperature": 0},
         )
-        assert (
-            answer.status_code == 500 and "nextn.experts.gguf" in answer.json()["error"]["message"]
-        )
+        assert answer.status_code == 500
+        assert "nextn.experts.gguf" in answer.json()["error"]["message"]
         for at in places:
             flip_bit(sidecar, at)
         assert complete(server.url, PROMPTS[0])["content"] == expected
@@ -304,8 +286,7 @@ def test_an_answer_depends_on_the_picture_and_not_on_the_memory(demo, projector,
     with Service(demo, mmproj=projector, trace=str(trace), **PICTURES) as server:
         few = [ask(server.url, question(picture(seed)))[0] for seed in (0, 1, 0)]
         _, answer = ask(server.url, question(picture(2)))
-        server.process.terminate()
-        assert server.process.wait(300) == 0
+        server.stop()
     with Service(demo, mmproj=projector, **PICTURES | {"expert_memory": 1 << 30}) as server:
         assert [ask(server.url, question(picture(seed)))[0] for seed in (0, 1, 0)] == few
     assert few[0] == few[2] != few[1]
@@ -327,12 +308,7 @@ def test_run_shows_pictures_to_the_model(invoke, demo, projector, tmp_path):
                 demo,
                 "-p",
                 "What is this?",
-                "-n",
-                "24",
-                "--temp",
-                "0",
-                "--json",
-                "--mmproj",
+                *"-n 24 --temp 0 --json --mmproj".split(),
                 projector,
                 *more,
             ).stdout

@@ -37,12 +37,7 @@ def served(demo):
 
 def post(server: Service, path: str, body: object, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(
-        server.url + path,
-        content=content,
-        headers={"Content-Type": "text/plain"} | headers,
-        timeout=300,
-    )
+    return server.post(path, content=content, headers={"Content-Type": "text/plain"} | headers)
 
 
 @pytest.mark.parametrize("path", POSTED)
@@ -142,14 +137,10 @@ def test_a_client_reads_why_its_body_is_refused(demo):
     memory = (needed(demo, **SMALL) + 20) << 20
     with Service(demo, memory=memory, **SMALL) as server:
         for body in (b"x" * (90 * MIB), iter([b"x" * MIB] * 90)):
-            answer = httpx.post(f"{server.url}/completion", content=body, timeout=300)
+            answer = server.post("/completion", content=body)
             assert answer.status_code == 413 and "--memory" in answer.json()["error"]["message"]
         for data, code in ((b"x" * (90 * MIB), 413), (b"RIFF", 501)):
-            answer = httpx.post(
-                f"{server.url}/v1/audio/transcriptions",
-                files={"file": ("a.wav", data)},
-                timeout=300,
-            )
+            answer = server.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)})
             assert answer.status_code == code
 
 

@@ -20,7 +20,7 @@ def served(demo):
 
 def test_one_model(served):
     assert served.client.models.retrieve("demo").id == "demo"
-    answer = httpx.get(f"{served.url}/v1/models/other", timeout=300)
+    answer = served.get("/v1/models/other")
     # its words are llama-server's for every path
     assert answer.status_code == 404 and answer.json()["error"]["code"] == 404
 
@@ -38,35 +38,23 @@ def test_what_one_model_cannot(served, path):
 
 def test_ollamas_embeddings(served):
     def post(path: str, **body) -> dict:
-        return (
-            httpx.post(f"{served.url}/api/{path}", json={"model": "demo"} | body, timeout=300)
-            .raise_for_status()
-            .json()
-        )
+        return served.post(f"/api/{path}", {"model": "demo"} | body).raise_for_status().json()
 
     several = post("embed", input=["one", "two words"])
     first, second = several["embeddings"]
-    assert (
-        len(first) == len(second) == 128 and first != second and several["prompt_eval_count"] >= 3
-    )
+    assert len(first) == len(second) == 128
+    assert first != second
+    assert several["prompt_eval_count"] >= 3
     (alone,) = post("embed", input="one")["embeddings"]
-    assert alone == pytest.approx(first, abs=1e-3) and post("embeddings", prompt="one")[
-        "embedding"
-    ] == pytest.approx(alone, abs=1e-3)
+    assert alone == pytest.approx(first, abs=1e-3)
+    assert post("embeddings", prompt="one")["embedding"] == pytest.approx(alone, abs=1e-3)
     assert post("embed", input=[])["embeddings"] == []
     assert "embedding" in post("show")["capabilities"]
 
 
 def test_no_format_of_embeddings_is_the_usual_one(served):
     body = {"model": "demo", "input": "a dog", "encoding_format": None}
-    assert (
-        len(
-            httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=300).json()["data"][0][
-                "embedding"
-            ]
-        )
-        == 128
-    )
+    assert len(served.post("/v1/embeddings", body).json()["data"][0]["embedding"]) == 128
 
 
 def test_a_picture_for_a_model_that_reads_none_is_the_requests_fault(served):
@@ -74,15 +62,11 @@ def test_a_picture_for_a_model_that_reads_none_is_the_requests_fault(served):
         {"type": "text", "text": "What is this?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
     ]
-    answer = httpx.post(
-        f"{served.url}/v1/chat/completions",
-        json={"messages": [{"role": "user", "content": content}]},
-        timeout=300,
+    answer = served.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
     )
-    assert (
-        answer.status_code == 400
-        and "image input is not supported" in answer.json()["error"]["message"]
-    )
+    assert answer.status_code == 400
+    assert "image input is not supported" in answer.json()["error"]["message"]
 
 
 def test_a_template_that_cannot_be_read_is_refused_with_its_reason(demo):

@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
+from unittest import mock
 
-import httpx
 import numpy as np
 import pytest
 
-from helpers.servers import Service, needed
+from helpers.servers import LONGER, Service, complete, needed
 from helpers.waiting import wait_until
 from moeoff.errors import ModelError
 from moeoff.server import prompts_on_disk
@@ -42,13 +43,15 @@ class Disk(PromptsOnDisk):
         tokens = words(seed)
         if not self.accepts(tokens, STATE + DRAFT):
             return False
-        self.store(
-            EvictedPrompt(
-                tokens, (memoryview(state(seed)), memoryview(state(-seed)[:DRAFT])), lambda: None
-            )
-        )
-        self._writer.join()
+        self.write(tokens, state(seed), state(-seed)[:DRAFT])
         return True
+
+    def write(
+        self, tokens: np.ndarray, *parts: bytes, at: tuple[int, ...] = (), freed: list | None = None
+    ) -> None:
+        free = lambda: None if freed is None else freed.append(1)  # noqa: E731
+        self.store(EvictedPrompt(tokens, tuple(map(memoryview, parts)), free, at))
+        self.join(time.monotonic() + 300)
 
     def comes_back(self, seed: int) -> bool:
         """What is asked for begins as what was kept, and goes on."""
@@ -57,11 +60,9 @@ class Disk(PromptsOnDisk):
         into = memoryview(bytearray(STATE)), memoryview(bytearray(DRAFT))
         if not self.read(stored, into):
             return False
-        assert (
-            (stored.tokens == words(seed)).all()
-            and into[0] == state(seed)
-            and into[1] == state(-seed)[:DRAFT]
-        )
+        assert (stored.tokens == words(seed)).all()
+        assert into[0] == state(seed)
+        assert into[1] == state(-seed)[:DRAFT]
         return True
 
 
@@ -71,6 +72,17 @@ def words(seed: int, n: int = N) -> np.ndarray:
 
 def state(seed: int) -> bytes:
     return np.random.default_rng(abs(seed) + (1000 if seed < 0 else 0)).bytes(STATE)
+
+
+def set_rate(monkeypatch, rate: float | None) -> None:
+    """Set what the disk is measured with, in bytes per second. None: it cannot be."""
+
+    def probe(*_args):
+        if rate is None:
+            raise ModelError("no")
+        return types.SimpleNamespace(bytes_per_second=rate)
+
+    monkeypatch.setattr(prompts_on_disk, "probe", probe)
 
 
 def files(place: Path) -> list[Path]:
@@ -83,9 +95,8 @@ def test_it_comes_back_to_this_server_and_to_the_next(tmp_path):
     disk = Disk(place)
     assert files(place) == [] and disk.keep(1) and disk.comes_back(1) and not disk.comes_back(2)
     assert disk.n_written == disk.n_read == 1 and disk.read_seconds > 0 and disk.nbytes == FILE
-    assert place.stat().st_mode & 0o777 == 0o700 and [
-        path.stat().st_mode & 0o777 for path in files(place)
-    ] == [0o600]
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in files(place)] == [0o600]
     # this one has computed nothing yet: the file says how fast that was
     assert Disk(place, rate=0).comes_back(1)
 
@@ -108,14 +119,7 @@ def test_what_is_not_kept(tmp_path):
 def test_a_longer_one_takes_the_place_of_its_beginning(tmp_path):
     disk = Disk(tmp_path)
     for n in (N - 100, N):
-        disk.store(
-            EvictedPrompt(
-                words(1)[:n].copy(),
-                (memoryview(state(1)), memoryview(state(-1)[:DRAFT])),
-                lambda: None,
-            )
-        )
-        disk._writer.join()
+        disk.write(words(1)[:n].copy(), state(1), state(-1)[:DRAFT])
     assert len(files(tmp_path)) == 1 and disk.comes_back(1)
 
 
@@ -123,8 +127,7 @@ def test_a_longer_one_takes_the_place_of_its_beginning(tmp_path):
 def test_reading_has_to_be_quicker(tmp_path, monkeypatch, read_rate):
     """21 kB in 2.1 s, or at once, where 300 tokens are computed in 0.3 s."""
     assert Disk(tmp_path).keep(1)
-    probed = type("", (), {"bytes_per_second": read_rate})
-    monkeypatch.setattr(prompts_on_disk, "probe", lambda *_args: probed)
+    set_rate(monkeypatch, read_rate)
     disk = Disk(tmp_path)
     assert disk.comes_back(1) == (read_rate == 1e9)
     assert disk.keep(2) == (read_rate == 1e9), "what would not come back is not kept"
@@ -137,53 +140,32 @@ def test_a_state_that_cannot_be_cut_is_of_use_as_a_whole(tmp_path):
     """
     disk = Disk(tmp_path, cuttable=N - 1)
     assert disk.keep(1) and not disk.keep(1) and disk.comes_back(1)
-    assert (
-        disk.find(words(1), 0) is None
-        and disk.find(np.concatenate([words(1)[:-1], words(2)]), 0) is None
-    )
-    disk.store(
-        EvictedPrompt(
-            np.concatenate([words(1), words(2)]),
-            (memoryview(state(2)), memoryview(b"")),
-            lambda: None,
-        )
-    )
-    disk._writer.join()
+    assert disk.find(words(1), 0) is None
+    assert disk.find(np.concatenate([words(1)[:-1], words(2)]), 0) is None
+    disk.write(np.concatenate([words(1), words(2)]), state(2), b"")
     assert disk.comes_back(1) and len(files(tmp_path)) == 2
 
 
 def test_a_checkpoint_is_of_use_to_what_begins_with_it(tmp_path):
     """Also to another server, with room for it."""
-    parts = tuple(
-        memoryview(state(seed)[:size]) for seed, size in enumerate((STATE, DRAFT, 500, 0, 7))
-    )
+    parts = [state(seed)[:size] for seed, size in enumerate((STATE, DRAFT, 500, 0, 7))]
     disk, begins = (
         Disk(tmp_path, cuttable=0, n_checkpoints=2),
         np.concatenate([words(1)[:210], words(2)]),
     )
-    disk.store(EvictedPrompt(words(1), parts, lambda: None, (200, 0, 199)))
-    disk._writer.join()
+    disk.write(words(1), *parts, at=(200, 0, 199))
     for server in (disk, Disk(tmp_path, cuttable=0, n_checkpoints=1)):
         stored = server.find(begins, 0)
         into = [memoryview(bytearray(size)) for size in stored.sizes]
-        assert (
-            stored.checkpoints == (200, 0, 199)
-            and server.read(stored, into)
-            and into == list(parts)
-        )
-        assert (
-            server.find(begins, 150) is None
-            and server.find(np.concatenate([words(1)[:199], words(2)]), 0) is None
-        )
+        assert stored.checkpoints == (200, 0, 199) and server.read(stored, into) and into == parts
+        assert server.find(begins, 150) is None
+        assert server.find(np.concatenate([words(1)[:199], words(2)]), 0) is None
     assert Disk(tmp_path, cuttable=0).find(begins, 0) is None
 
 
 def test_a_file_that_cannot_be_measured_goes(tmp_path, monkeypatch):
-    def fails(*_args):
-        raise ModelError("no")
-
     assert Disk(tmp_path).keep(1)
-    monkeypatch.setattr(prompts_on_disk, "probe", fails)
+    set_rate(monkeypatch, None)
     assert not Disk(tmp_path).comes_back(1) and files(tmp_path) == []
 
 
@@ -214,9 +196,9 @@ def test_files_of_others_go_when_nobody_uses_them(tmp_path, hours, remain):
     disk = Disk(tmp_path, bound=2 * FILE)
     assert disk.keep(2) and disk.keep(3)
     assert [path.exists() for path in others] == [remain] * 2
-    assert (
-        len(files(tmp_path)) == (4 if remain else 2) and disk.comes_back(2) and disk.comes_back(3)
-    )
+    assert len(files(tmp_path)) == (4 if remain else 2)
+    assert disk.comes_back(2)
+    assert disk.comes_back(3)
 
 
 # where each field begins
@@ -240,9 +222,7 @@ def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
 def test_so_is_one_of_another_length(tmp_path, monkeypatch, size, known):
     """Whether it was so at the start, or has become so since."""
     # of 51 bytes it would tell anything
-    monkeypatch.setattr(
-        prompts_on_disk, "probe", lambda *_args: type("", (), {"bytes_per_second": 1e9})
-    )
+    set_rate(monkeypatch, 1e9)
     disk = Disk(tmp_path)
     assert disk.keep(1)
     os.truncate(files(tmp_path)[0], size)
@@ -280,24 +260,16 @@ def test_a_disk_that_is_nearly_full(tmp_path, monkeypatch, capfd):
 
 
 def test_what_is_written_when_the_server_ends_is_given_up(tmp_path):
-    disk, forgotten = Disk(tmp_path), []
-    prompt = EvictedPrompt(
-        words(1), (memoryview(state(1)), memoryview(b"")), lambda: forgotten.append(1)
-    )
-    disk._closing = True
-    disk._write(prompt)
-    assert files(tmp_path) == [] and forgotten == [1]
-
-
-def test_no_thread_to_write_with(tmp_path, monkeypatch):
-    def refuse(_thread):
-        raise RuntimeError("can't start new thread")
-
     disk, freed = Disk(tmp_path), []
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    disk.store(
-        EvictedPrompt(words(1), (memoryview(state(1)), memoryview(b"")), lambda: freed.append(1))
-    )
+    disk.close()
+    disk.write(words(1), state(1), b"", freed=freed)
+    assert files(tmp_path) == [] and freed == [1]
+
+
+def test_no_thread_to_write_with(tmp_path):
+    disk, freed = Disk(tmp_path), []
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread")):
+        disk.write(words(1), state(1), b"", freed=freed)
     disk.close()
     assert freed == [1] and disk.n_written == 0
 
@@ -307,17 +279,11 @@ def test_no_thread_to_write_with(tmp_path, monkeypatch):
 
 def ask(served: Service, prompt: list[int], n: int = 16) -> tuple[str, dict]:
     """The text, and the timings."""
-    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{served.url}/completion", json=body, timeout=300).json()
+    answer = complete(served.url, prompt, n_predict=n)
     return answer["content"], answer["timings"]
 
 
-OPTIONS = {
-    "n_ctx": 2048,
-    "parallel": 1,
-    "cache_ram": 0,
-    "args": ["--override-kv", "qwen2moe.context_length=int:4096"],
-}
+OPTIONS = {"n_ctx": 2048, "parallel": 1, "cache_ram": 0, "args": LONGER}
 
 
 @pytest.fixture
@@ -352,8 +318,7 @@ def test_a_prompt_outlives_its_server(grown, cache):
             == sum(path.stat().st_size for path in files(cache))
             > 1 << 20
         )
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        server.stop()
     with Service(grown, expert_memory=80 << 20, kv_disk="1G", **OPTIONS) as server:
         text, timings = ask(server, asked)
         assert text == expected and timings["cache_n"] >= 700 and timings["prompt_n"] <= 964
@@ -364,10 +329,8 @@ def likely(served: Service, prompt: list[int], **more) -> tuple[dict[int, float]
     """Logarithms of the likeliest next tokens' probabilities, and how many of the
     prompt's tokens were computed.
     """
-    answer = httpx.post(
-        f"{served.url}/completion",
-        json={"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 10, **more},
-        timeout=300,
+    answer = served.post(
+        "/completion", {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 10, **more}
     ).json()
     return {
         one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]
@@ -405,13 +368,13 @@ def test_a_turn_of_a_model_with_states_of_its_own_outlives_the_server(
         expected, timings = ask(server, turn)
         assert timings["prompt_n"] == 300
         ask(server, first, 1)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        server.stop()
     with Service(model, **options) as server:
         few = 5 if more else 0  # behind the last checkpoint: a window that is kept alone
         for prompt, n in ((other, 100 + n_again), ([*first, *words(5, 300).tolist()], 300 + few)):
             logprobs, n_computed = likely(server, prompt)
-            assert n_computed <= n and likely(server, prompt, cache_prompt=False) == (
+            assert n_computed <= n
+            assert likely(server, prompt, cache_prompt=False) == (
                 pytest.approx(logprobs, abs=1e-3),
                 len(prompt),
             )
@@ -473,6 +436,7 @@ def test_a_server_that_is_killed_leaves_whole_files(grown, cache):
     disk = PromptsOnDisk(
         cache, 1 << 30, bytes.fromhex(whole[0].name.partition("-")[0]), lambda: 1.0
     )
-    assert len(disk._stored) == len(whole) > 0
-    for one in disk._stored.values():
+    found = [disk.find(words(seed, 1500), 0) for seed in range(8)]
+    assert sum(one is not None for one in found) == len(whole) > 0
+    for one in filter(None, found):
         assert disk.read(one, [memoryview(bytearray(size)) for size in one.sizes])
