@@ -322,12 +322,12 @@ def test_programs_that_wait_for_memory_get_some(grown, monkeypatch):
 
 def test_a_budget_that_was_stated_stays(grown, monkeypatch):
     machine = Machine(monkeypatch)
-    with moeoff.Llama(grown, n_ctx=512, n_threads=1, memory=rss() + 300 * MIB) as llm:
+    with moeoff.Llama(grown, n_ctx=512, n_threads=1, memory="4G") as llm:
         machine.could_have = 1
         wait_until_still(lambda: cache_of(llm))
         assert cache_of(llm) == 1 and llm.stats().budget_cuts == 0
     with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
-        llm.set_memory(rss() + 300 * MIB)
+        llm.set_memory("4G")
         before = cache_of(llm)
         wait_until_still(lambda: cache_of(llm))
         assert cache_of(llm) == before
