@@ -9,12 +9,14 @@ import io
 import json
 import os
 import re
+import resource
 import socket
 import stat
 import struct
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import click.testing
 import numpy as np
@@ -25,7 +27,7 @@ import moeoff
 from companions import write_expert_adapter
 from helpers.files import DEMO, SMALL_TRACE
 from helpers.models import rewritten, with_template
-from helpers.processes import own_process, run_python
+from helpers.processes import own_process, run_python, status_bytes
 from moeoff.cli.main import main
 from moeoff.engine.opening import plan
 from moeoff.errors import ModelError, MoeoffError, OptionError
@@ -43,7 +45,7 @@ from moeoff.routing.trace import Trace
 from moeoff.system.arrays import ArchiveError, WrongArrays, read_npz, require_arrays
 from moeoff.system.files import open_file, read_file, read_text, require_new
 from moeoff.system.memory import MIB, available, peak_rss, rss
-from mutants import Header
+from mutants import Header, unpacks_to
 
 
 @pytest.fixture(params=["pipe", "socket", "device", "folder"])
@@ -180,6 +182,25 @@ def huge() -> bytes:
 def test_members_that_are_no_arrays(tmp_path, data, words):
     with pytest.raises(ArchiveError, match=words):
         read_npz(archive(tmp_path / "a.npz", a=data), 1 << 40)
+
+
+@own_process
+def test_archives_are_not_unpacked_beyond_their_room(tmp_path):
+    """A gigabyte of zeros is a megabyte in an archive: nothing of it is unpacked where
+    there is less room, whatever its table says.
+    """
+    path = tmp_path / "a.npz"
+    path.write_bytes(unpacks_to(Path(archive(path)).read_bytes(), "a", 1 << 30))
+    bound = status_bytes("VmData") + 400 * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    with pytest.raises(ArchiveError, match="unpacks to 1.00 GiB, and there is room for 100 MiB"):
+        read_npz(path, 100 * MIB)
+    raw = bytearray(path.read_bytes())
+    at = raw.rindex(b"PK\5\6")
+    raw[at + 12 : at + 16] = struct.pack("<I", 1 << 30)  # the length of the table of contents
+    path.write_bytes(raw)
+    with pytest.raises(ArchiveError):
+        read_npz(path, 100)
 
 
 def test_what_arrays_should_be():

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from gguf import GGMLQuantizationType
@@ -45,6 +46,8 @@ in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
         ("2000000", 2_000_000),
         (" 2 MiB ", 2 << 20),
         (4096, 4096),
+        (6e9, 6_000_000_000),
+        (np.int64(6e9), 6_000_000_000),
     ],
 )
 def test_sizes(text, size):
