@@ -38,7 +38,7 @@ def main() -> None:
     pass
 
 
-# --- the native store, as programs of tests/native drive it without a model ---
+# --- the native store, as programs beside this one drive it without a model ---
 
 # gates x experts x used, with three matrices each
 STORE_SHAPES = "4x8x2,12x32x4,28x128x8,48x128x8,130x256x8,1302x256x8"
@@ -48,9 +48,9 @@ SWITCHES = ["threads", "misses", "voluntary_switches", "of_computing_threads", "
 
 
 def build(name: str, folder: Path) -> Path:
-    """A benchmark of tests/native, compiled as the wheel's sources are."""
+    """A benchmark beside this file, compiled as the wheel's sources are."""
     program = folder / name
-    sources = [*CORE.glob("*.cpp"), ROOT / "tests" / "native" / f"{name}.cpp"]
+    sources = [*CORE.glob("*.cpp"), Path(__file__).with_name(f"{name}.cpp")]
     subprocess.run(
         [
             "g++",
@@ -58,6 +58,7 @@ def build(name: str, folder: Path) -> Path:
             "-O2",
             "-DNDEBUG",
             f"-I{CORE}",
+            f"-I{ROOT / 'tests' / 'native'}",
             *sources,
             "-o",
             program,

@@ -48,7 +48,7 @@ if [ "$program" = fuzz_tiled ]; then
     kernels=("$cpu/tiled/tiled-kernel.cpp")
     ours+=(-Wno-uninitialized) # of gcc's own headers, in ggml's kernel for AVX-512
 fi
-"$cxx" -std=gnu++17 "${flags[@]}" "${for_cpu[@]}" "${ours[@]}" -c "${kernels[@]}" "$root/tests/native/$program.cpp"
+"$cxx" -std=gnu++17 "${flags[@]}" "${for_cpu[@]}" "${ours[@]}" -c "${kernels[@]}" "$root/scripts/build/$program.cpp"
 wait $!
 "$cxx" "${ours[@]}" "${link[@]}" -Wl,--gc-sections ./*.o -pthread -ldl -lm -o fuzz
 # shellcheck disable=SC2086

@@ -5,7 +5,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree
 
 import click
 import httpx
@@ -123,35 +122,6 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
     with pytest.raises(RuntimeError), results.ResultsFile(tmp_path / "broken.json"):
         raise RuntimeError
     assert not (tmp_path / "broken.json").exists()
-
-
-@pytest.mark.parametrize(
-    "name, words", [("run", "The answer is 50"), ("inspect", "experts in memory")]
-)
-def test_recordings_are_small_and_end_with_the_last_screen(name, words):
-    picture = ROOT / "docs" / "img" / f"{name}.svg"
-    assert picture.stat().st_size < 60_000
-    root = xml.etree.ElementTree.parse(picture).getroot()
-    stays = [
-        text
-        for text in root.iter("{http://www.w3.org/2000/svg}text")
-        if text.get("visibility") != "hidden"
-    ]
-    assert "".join(words.split()) in re.sub(
-        r"\s", "", "".join("".join(text.itertext()) for text in stays)
-    )
-
-
-def test_a_recording_draws_what_a_line_gains():
-    record = pytest.importorskip("record")
-    frames = []
-    for at, text in ((0, "a"), (1, "a b"), (2, "a b"), (3, "c")):
-        rows = [tuple((character, "default", False) for character in text)] + [()] * (
-            record.ROWS - 1
-        )
-        frames.append((at, rows))
-    drawn = [(piece.column, piece.text, piece.begin, piece.end) for piece in record.pieces(frames)]
-    assert drawn == [(0, "a", 0, 3), (2, "b", 1, 3), (0, "c", 3, None)]
 
 
 def anchors(page):

@@ -80,18 +80,6 @@ def test_every_patch_fits_the_pinned_release(sdist: Path, tmp_path: Path, monkey
     assert tool.check(fork, sdist) == []
 
 
-def test_a_patch_that_changes_nothing_is_not_taken_for_applied(
-    fork: Fork, tmp_path: Path, monkeypatch
-) -> None:
-    def silent(tree: Path, *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(args, 0, "", "")
-
-    monkeypatch.setattr(tool, "git", silent)
-    failures = tool.apply_patches(fork, tmp_path)
-    assert [line.partition(":")[0] for line in failures] == [patch.name for patch in fork.patches]
-    assert not (tmp_path / tool.STAMP).exists()
-
-
 def test_every_failure_is_reported_by_name(fork: Fork, sdist: Path) -> None:
     first, last = fork.patches[0], fork.patches[-1]
     damage(first)
@@ -236,170 +224,7 @@ def test_no_compiler_is_one_sentence(fork: Fork, cache: Path, monkeypatch, capsy
     assert shown.out == "" and shown.err.count("\n") == 1 and "no-such-compiler" in shown.err
 
 
-# Web page
-
-NPM = """#!/bin/sh
-PATH=/usr/bin:/bin
-echo "$@" >> "$(dirname "$0")/calls"
-test "$1" = run || exit 0
-mkdir -p dist/_app
-cd dist
-for name in index.html manifest.webmanifest sw.js build.json _app/version.json bundle.1.js bundle.1.css workbox-1.js; do
-    echo page > $name
-done
-"""
-
-
-class WebPage:
-    """Builds with nothing on PATH but what `install` puts there. The tree holds just
-    the page's sources, the wheel what CMake would find.
-    """
-
-    def __init__(self, fork: Fork, cache: Path, folder: Path, capsys):
-        self.fork, self.cache, self.folder, self.capsys = fork, cache, folder, capsys
-        self.compiled = 0
-
-    def install(self, node: str = "v20.1.0", npm: str = NPM) -> None:
-        for name, script in (("node", f"#!/bin/sh\necho {node}\n"), ("npm", npm)):
-            (self.folder / name).write_text(script)
-            (self.folder / name).chmod(0o755)
-
-    def tree(self, fork: Fork, sdist: Path, tree: Path) -> None:
-        (tree / tool.PAGE_SOURCES).mkdir(parents=True)
-        (tree / tool.PAGE_SOURCES / "package.json").write_text("{}")
-
-    def make_wheel(
-        self, fork: Fork, part: Path, tree: Path, place: Path, tools: None, lock: int
-    ) -> None:
-        self.compiled += 1
-        index = tree / tool.PAGE / "index.html"
-        (part / "a.whl").write_text(index.read_text() if index.exists() else "none")
-
-    def build(self) -> tuple[str, list[str]]:
-        """What is in the wheel, and the lines that speak of the page."""
-        self.capsys.readouterr()
-        page = tool.build(self.fork, self.cache).read_text().strip()
-        return page, [
-            line for line in self.capsys.readouterr().err.splitlines() if "web page" in line
-        ]
-
-    def npm_calls(self) -> int:
-        calls = self.folder / "calls"
-        return len(calls.read_text().splitlines()) if calls.exists() else 0
-
-
-@pytest.fixture
-def web(fork: Fork, cache: Path, tmp_path: Path, monkeypatch, capsys) -> WebPage:
-    (tmp_path / "bin").mkdir()
-    web = WebPage(fork, cache, tmp_path / "bin", capsys)
-    monkeypatch.setenv("PATH", str(web.folder))
-    monkeypatch.setenv("MOEOFF_CACHE", str(cache))
-    monkeypatch.setattr(tool, "compiler", lambda variable, names: "a compiler")
-    monkeypatch.setattr(tool, "patched_tree", web.tree)
-    monkeypatch.setattr(tool, "tool_environment", lambda cache, lock: None)
-    monkeypatch.setattr(tool, "make_wheel", web.make_wheel)
-    monkeypatch.setattr(Fork, "load", lambda: fork)
-    return web
-
-
-def test_without_npm_one_line_says_that_there_is_no_page(web: WebPage) -> None:
-    page, lines = web.build()
-    assert page == "none" and len(lines) == 1 and lines[0].endswith("npm are not on PATH.")
-    assert web.build() == ("none", []) and web.compiled == 1
-    assert tool.main(["page"]) == 1 and "npm are not on PATH" in web.capsys.readouterr().err
-
-
-def test_an_old_node_is_not_asked_to_build_the_page(web: WebPage) -> None:
-    web.install(node="v18.20.4")
-    page, lines = web.build()
-    assert (
-        page == "none" and len(lines) == 1 and "found v18.20.4" in lines[0] and web.npm_calls() == 0
-    )
-
-
-def test_page_is_built_once_and_is_part_of_what_a_wheel_is_made_from(web: WebPage) -> None:
-    assert web.build()[0] == "none"
-    web.install()
-    page, lines = web.build()
-    assert page == "page" and len(lines) == web.npm_calls() == 2
-    assert web.build() == ("page", []) and web.npm_calls() == 2 and web.compiled == 2
-    assert [path.name for path in (web.cache / "webpage").iterdir()] == [
-        next((web.cache / "webpage").glob("*/index.html")).parent.name
-    ]
-    # another Node.js, another page; no npm, none
-    web.install(node="v22.0.0")
-    assert web.build()[0] == "page" and web.npm_calls() == 4 and web.compiled == 3
-    (web.folder / "npm").unlink()
-    assert web.build() == ("none", []) and web.compiled == 3
-    source = web.fork.folder / "src/core/moeoff-new.cpp"
-    source.write_text("// new\n")
-    assert web.build()[0] == "none" and not any(
-        web.cache.glob(f"work-*/tree/{tool.PAGE}/index.html")
-    )
-    web.install()
-    assert web.build()[0] == "page" and web.npm_calls() == 4
-
-
-@pytest.mark.parametrize(
-    "npm, reason",
-    [
-        (
-            "#!/bin/sh\necho no network\nexit 7\n",
-            "`npm ci --include=dev --no-audit --no-fund` failed (exit 7)",
-        ),
-        (NPM.replace("sw.js", ""), "none with sw.js"),
-        (NPM.replace("mkdir", "exit #"), "none with index.html"),
-    ],
-    ids=["npm fails", "a file is missing", "nothing is there"],
-)
-def test_page_that_cannot_be_built_does_not_stop_the_build(
-    web: WebPage, npm: str, reason: str
-) -> None:
-    web.install(npm=npm)
-    page, lines = web.build()
-    assert page == "none" and reason in lines[-1] and ".failed" in lines[-1]
-    (home,) = (web.cache / "webpage").iterdir()
-    assert home.suffix == ".failed"
-    # nothing is tried again, and the next compile says so, until it is asked for
-    calls = web.npm_calls()
-    assert web.build() == ("none", []) and web.npm_calls() == calls and web.compiled == 1
-    (web.fork.folder / "src/core/moeoff-new.cpp").write_text("// new\n")
-    page, lines = web.build()
-    assert page == "none" and "`fork.py page` tries again" in lines[-1] and web.npm_calls() == calls
-    assert tool.main(["page"]) == 1 and reason in web.capsys.readouterr().err
-    web.install()
-    assert web.build() == ("none", [])
-    assert tool.main(["page"]) == 0 and Path(web.capsys.readouterr().out.strip()).is_dir()
-    assert web.build() == ("page", []) and not home.exists()
-
-
 # Wheel
-
-
-def test_run_takes_the_page_from_the_cache_and_runs_no_npm(web: WebPage) -> None:
-    web.install()
-    bare = tool.build(web.fork, web.cache, npm=False)
-    assert (
-        bare.read_text() == "none"
-        and web.npm_calls() == 0
-        and web.capsys.readouterr().err.count("web page") == 0
-    )
-    assert tool.build(web.fork, web.cache, npm=False) == bare and web.compiled == 1
-    whole = tool.build(web.fork, web.cache)
-    assert whole != bare and web.compiled == 2
-    assert tool.build(web.fork, web.cache, npm=False) == whole and web.compiled == 2
-    (web.fork.folder / "src/core/moeoff-new.cpp").write_text("// new\n")
-    assert (
-        tool.build(web.fork, web.cache, npm=False) == tool.build(web.fork, web.cache) != whole
-        and web.compiled == 3
-    )
-
-
-def test_reason_for_no_page_is_printed_after_a_run_has_built_the_wheel(web: WebPage) -> None:
-    tool.build(web.fork, web.cache, npm=False)
-    page, lines = web.build()
-    assert page == "none" and len(lines) == 1 and web.compiled == 1
-    assert web.build() == ("none", [])
 
 
 @pytest.mark.parametrize(
@@ -451,22 +276,6 @@ def test_installed_llama_cpp_is_the_fork() -> None:
 
 
 # Another pin
-
-
-def test_changed_files_are_told_with_their_sizes(tmp_path):
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        folder.mkdir()
-        (folder / "same").write_text("a\n")
-    (old / "other").write_text("a\nb\nc\n")
-    (new / "other").write_text("a\nx\ny\nc\n")
-    (old / "gone").write_text("a\n")
-    (new / "added").write_text("a\n")
-    assert tool.changed(old, new, ["same", "other", "gone", "added", "neither"]) == [
-        "other: +2 -1",
-        "gone: is gone",
-        "added: is new",
-    ]
 
 
 @pytest.mark.slow

@@ -31,15 +31,6 @@ def test_what_moeoff_has_an_option_for_becomes_that_option():
             "cors": ["https://a", "https://b"], "embedding": True, "context_shift": True}.items() <= options.items()  # fmt: skip
 
 
-def test_slots_divide_the_context_as_llama_servers_do():
-    arguments = [*SUITE, "--ctx-size", "512", "--parallel", "2"]
-    assert (
-        server_conformance.options(arguments)["kv_unified"] is False
-        and server_conformance.options([*arguments, "--kv-unified"])["kv_unified"] is True
-    )
-    assert "kv_unified" not in server_conformance.options(SUITE)
-
-
 def test_the_options_are_ones_that_the_server_takes():
     options = server_conformance.options(
         [*SUITE, "--ctx-size", "512", "--parallel", "2", "--verbose", "--swa-full"]
@@ -51,21 +42,6 @@ def test_the_options_are_ones_that_the_server_takes():
     }
     ServerOptions.make(**ours)
     Config.make(options.pop("model"), **options)
-
-
-def test_junit(tmp_path):
-    result = tmp_path / "result.xml"
-    result.write_text("""<testsuites><testsuite>
-        <testcase classname="unit.test_a" name="test_1[x]"/>
-        <testcase classname="unit.test_a" name="test_2"><failure message="assert 1 == 2&#10;more"/></testcase>
-        <testcase classname="unit.test_b" name="test_3"/>
-        <testcase classname="unit.test_b" name="test_3"><error message="at its end"/></testcase>
-    </testsuite></testsuites>""")
-    assert server_conformance.outcomes(result) == {
-        "test_a::test_1[x]": "",
-        "test_a::test_2": "failure: assert 1 == 2",
-        "test_b::test_3": "error: at its end",
-    }
 
 
 def test_only_what_stock_passes_counts_and_exceptions_are_known(monkeypatch, capsys):
@@ -80,7 +56,3 @@ def test_only_what_stock_passes_counts_and_exceptions_are_known(monkeypatch, cap
     output = capsys.readouterr().out
     assert "its reason" in output and "FAILED     e" in output and "take it off the list" in output
     assert "passes 4 of 5 tests; of these moeoff's server passes 2" in output
-
-
-def test_exceptions_are_few():
-    assert len(server_conformance.EXCEPTIONS) <= 8

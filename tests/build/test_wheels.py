@@ -2,7 +2,6 @@
 CPU backend of a wheel that is loaded. What builds is slow.
 """
 
-import email
 import functools
 import http.server
 import importlib.util
@@ -46,12 +45,6 @@ def test_the_last_stage_of_the_container_is_what_is_tested():
         place.follow("ADD", "x y")
 
 
-def test_paths_of_the_recipes_exist():
-    text = clean_install.CONTAINER.read_text() + COMPOSE.read_text() + WORKFLOW.read_text()
-    named = set(re.findall(r"(?<![\w.])scripts/[\w./-]+\w", text))
-    assert len(named) >= 3 and all((ROOT / path).exists() for path in named)
-
-
 def test_the_compose_file_is_yaml_with_one_limit():
     service = yaml.safe_load(COMPOSE.read_text())["services"]["moeoff"]
     assert service["mem_limit"] == service["memswap_limit"]
@@ -81,32 +74,6 @@ def test_a_library_with_wide_registers_is_refused(tmp_path):
                 wheels.check_portable(library, "x86_64", "")
         else:
             wheels.check_portable(library, "x86_64", "")
-
-
-def test_libraries_that_a_wheel_leaves_to_others(tmp_path):
-    """Where the library finds them, and that pip installs them; a program that writes
-    down its arguments stands in for patchelf.
-    """
-    information = tmp_path / "tree/x-1.dist-info/METADATA"
-    information.parent.mkdir(parents=True)
-    information.write_text("Name: x\nVersion: 1\n\nRequires-Dist: no, this is its description\n")
-    patchelf = tmp_path / "patchelf"
-    patchelf.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
-    patchelf.chmod(0o755)
-    wheels.leave_outside(
-        tmp_path / "tree",
-        wheels.Outside(("libz.so",), "other/lib", ("y==2", "z"), "liba.so"),
-        tmp_path,
-    )
-    assert (
-        (tmp_path / "said").read_text()
-        == f"--set-rpath $ORIGIN:$ORIGIN/../../other/lib {tmp_path}/tree/llama_cpp/lib/liba.so\n"
-    )
-    read = email.message_from_string(information.read_text())
-    assert (
-        read.get_all("Requires-Dist") == ["y==2", "z"]
-        and read.get_payload() == "Requires-Dist: no, this is its description\n"
-    )
 
 
 @pytest.mark.slow

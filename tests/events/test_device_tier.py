@@ -295,51 +295,6 @@ def test_a_lossy_run_comes_back_from_its_trace(two_precisions, tmp_path, strateg
     assert stats["run"]["served_low"] > 0 and stats["run"]["device_hits"] > 0
 
 
-def test_what_loses_its_slot_goes_back_to_host_memory(demo, tmp_path):
-    """Both memories together have room for all experts, and neither has: none is read
-    twice.
-    """
-    batches = [1] * 60
-    ours = {
-        "vram": "1G",
-        "slots": 6,
-        "uploads": 4,
-        "memory": None,
-        "expert_memory": "16M",
-        "batches": batches,
-    }
-    logits, stats = device_runs(
-        demo, tmp_path, {"CPU": {"stock": "CPU", "batches": batches}, "ours": ours}
-    )
-    s = stats["ours"]
-    assert s["device_downloads"] > 0 and s["device_bytes_down"] == s["device_downloads"] * 8704
-    assert s["cache_bytes"] < 12 * 32 * 3 * 16384 and s["bytes_read"] <= 12 * 32 * 3 * 8704
-    np.testing.assert_array_equal(logits["ours"].argmax(1), logits["CPU"].argmax(1))
-
-
-@pytest.mark.slow
-def test_large_batches(demo, tmp_path):
-    """512 tokens at once: every expert on the device, none, and some of them."""
-    base = {"batches": [512, 1], "n_ctx": 520, "n_batch": 512, "n_ubatch": 512}
-    runs = {
-        "device": {"stock": "device"},
-        "CPU": {"stock": "CPU"},
-        "all": {"vram": "2G", "slots": 32, "vram_mode": "centric"},
-        "none": {"vram": "2G", "slots": 32, "uploads": 0},
-        "some": {"vram": "2G", "slots": 8, "uploads": 4, "passes": 2},
-    }
-    logits, stats = device_runs(
-        demo, tmp_path, {name: base | run for name, run in runs.items()}, timeout=1800
-    )
-    assert_bit_equal(logits["all"], logits["device"])
-    assert_bit_equal(logits["none"], logits["CPU"])
-    usual = np.abs(logits["CPU"] - logits["device"]).max()
-    assert (
-        0 < stats["some"]["device_hits"]
-        and np.abs(logits["some"] - logits["CPU"]).max() <= 3 * usual
-    )
-
-
 def test_two_contexts(demo, tmp_path):
     """The model's own has the slots; another computes on the CPU, as stock does, and
     neither disturbs the other.
@@ -738,37 +693,6 @@ def test_a_server_says_it_too(demo, tmp_path):
     assert 0 < answer["moeoff"]["device_hits"] <= answer["moeoff"]["hits"]
     assert re.search(r"^moeoff_device_hits_total [1-9]", answer["metrics"], re.MULTILINE)
     assert re.search(r'^moeoff_device_bytes\{device="\w+"\} [1-9]', answer["metrics"], re.MULTILINE)
-
-
-OVERLAP = """
-import sys
-import moeoff
-llm = moeoff.Llama(sys.argv[1], vram="1G", n_gpu_layers=99, flash_attn=False, op_offload=False, memory="6G", n_threads=2, n_ctx=256, verbose=True)
-llm.eval([5, 6])
-llm.eval([7])
-"""
-
-
-def test_the_cpu_does_not_wait_for_what_the_device_computes(demo, tmp_path):
-    """The scheduler waits where it copies: behind each of the device's parts the CPU's
-    has nothing to be copied.
-    """
-    env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path), "GGML_SCHED_DEBUG": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", OVERLAP, demo], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    splits = re.findall(r"## SPLIT #(\d+): (\w+) # (\d+) inputs", done.stderr)
-    last = max(i for i, (number, _, _) in enumerate(splits) if number == "0")
-    graph = [(backend, int(n_inputs)) for _, backend, n_inputs in splits[last:]]
-    free = [
-        i
-        for i, (backend, n_inputs) in enumerate(graph)
-        if backend == "CPU" and n_inputs == 0 and i and graph[i - 1][0] != "CPU"
-    ]
-    # layers; that it does not wait without an input either, test_waits_and_copies
-    # counts
-    assert len(free) == 12
 
 
 def test_waits_and_copies(demo, tmp_path):

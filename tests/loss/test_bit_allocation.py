@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 
-import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from moeoff import OptionError
 from moeoff.experts.convert import convert
@@ -77,56 +75,12 @@ def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
 
 
 @pytest.mark.slow
-def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
-    """EdgeMoE §3.2: an expert whose lower version saves more is lowered earlier than
-    one that is as important; what saves nothing never is.
-    """
-    gained = planner.gained(plan.upper, plan.lower)
-    assert (
-        sum(gained.values()) == planner.n_bytes(plan.upper) - planner.n_bytes(plan.lower)
-        and min(gained.values()) > 0
-    )
-    ranked = sorted(planner.experts, key=lambda key: plan.importance[key])
-    used = [key for key in ranked if plan.importance[key] > 0]
-    large, useless = used[-1], ranked[0]
-    others = gained | {large: gained[large] * 10**6, useless: 0}
-    monkeypatch.setattr(planner, "gained", lambda upper, lower: others)
-    other = planner.plan(TOLERANCE)
-    assert (
-        large in other.low
-        and large not in plan.low
-        and useless in plan.low
-        and useless not in other.low
-    )
-
-
-@pytest.mark.slow
-def test_order_matters(planner, plan):
-    """As many experts of the other end of the order lose more."""
-    ranked = sorted(plan.importance, key=plan.importance.get)
-    worst = planner.quality(plan.upper, dict.fromkeys(ranked[-len(plan.low) :], plan.lower))
-    assert worst.kl.value > 1.5 * plan.quality.kl.value
-
-
-@pytest.mark.slow
 def test_one_type_is_enough_or_none_is(planner):
     everything = planner.plan(9.0)
     assert (everything.upper, everything.lower, everything.low) == ("Q2_0", "Q2_0", ())
     assert json.loads(everything.to_json()) == {"default": "Q2_0", "layers": {}}
     strict = planner.plan(1e-9)
     assert strict.quality.loss.value <= 1e-9 and strict.upper in (ORIGINAL, "Q4_0")
-
-
-@pytest.mark.slow
-def test_estimate_against_measurement(planner, plan):
-    """Of one expert in eight: the estimate ranks them much as quantizing one at a time
-    does. Unused experts matter nothing in both.
-    """
-    keys = planner.experts[::8]
-    measured = np.array([planner.quality(ORIGINAL, {key: "Q2_0"}).kl.value for key in keys])
-    estimated = np.array([plan.importance[key] for key in keys])
-    assert spearmanr(measured, estimated).statistic > 0.5
-    assert (measured[estimated == 0] < 1e-6).all() and (measured[estimated > 0] > 0).all()
 
 
 def test_a_type_that_needs_more_than_weights(grown, text):

@@ -8,6 +8,7 @@ import itertools
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from statistics import NormalDist
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import pytest
 
 import moeoff
 from helpers.models import requantize_experts
-from helpers.processes import run_python
+from helpers.processes import own_process
 from moeoff import ModelError, OptionError
 from moeoff.budget import plan as memory_plan
 from moeoff.budget.dry_load import dry_load
@@ -42,7 +43,7 @@ from moeoff.measure.recorded_routing import RecordedRouting
 from moeoff.measure.statistics import Estimate, one_sided, upper_loss
 from moeoff.options import parse_loss
 from moeoff.precision import Precision
-from moeoff.system.memory import Budget
+from moeoff.system.memory import MIB, Budget
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}
 TOKENS = 2048  # 8 windows of the demo model's 256, the fewest that make an interval
@@ -365,41 +366,6 @@ def test_what_loses_more_on_own_text_is_given_up():
     assert asked == [(0.2, 0.5), (0.1, 0.5)]
 
 
-def test_a_search_out_of_time_measures_the_least(tau_alone, text, tmp_path, monkeypatch):
-    """The fewest windows, one τ behind each share, and the fewest texts of its own; not
-    even these after the deadline.
-    """
-    for name, value in {
-        "SHARES": (0.5,),
-        "OWN_TOKENS": 500,
-        "MOST_OWN_TOKENS": 500,
-        "SEARCHING": 0,
-    }.items():
-        monkeypatch.setattr(precision_search, name, value)
-    model, written, own_text = str(shutil.copy(tau_alone[0], tmp_path)), [], RuleEvaluator.own_text
-    monkeypatch.setattr(RuleEvaluator, "own_text_loss", WHOLE_OWN_TEXT_LOSS)
-    monkeypatch.setattr(
-        RuleEvaluator,
-        "own_text",
-        lambda self, c, opening, seed, tell: (
-            written.append(seed),
-            own_text(self, c, opening, seed, tell),
-        )[1],
-    )
-    contract = search_precision(
-        model, [text], BOUND, tokens=2 * TOKENS, minutes=60, **OPTIONS
-    ).contract
-    assert (contract.n_windows, len(contract.candidates), written) == (
-        precision_search.MIN_WINDOWS,
-        1,
-        [0, 1, 2],
-    )
-    with pytest.raises(
-        OptionError, match="no time to read 8 windows of 256 tokens: give more minutes"
-    ):
-        search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=1e-3, **OPTIONS)
-
-
 @pytest.mark.parametrize("n_texts", [0, 1, 2, 3])
 def test_own_text_ends_at_the_deadline(demo, text, monkeypatch, n_texts):
     """In the middle of a text, which does not count. Fewer texts than wanted must keep
@@ -407,13 +373,13 @@ def test_own_text_ends_at_the_deadline(demo, text, monkeypatch, n_texts):
     """
     ticks = itertools.count()
     monkeypatch.setattr(precision_search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    monkeypatch.setattr(RuleEvaluator, "own_text_loss", WHOLE_OWN_TEXT_LOSS)
     for name in ("OWN_TOKENS", "MOST_OWN_TOKENS"):
         monkeypatch.setattr(precision_search, name, 3 * (64 - OPENING))
     c = Candidate("original", 0.05, 0.5, 0.0, 0.0, 0.0, 0.0)
     with open_model(demo, 64, precision=c.precision, deterministic=True, **OPTIONS) as llm:
         deadline = n_texts * (64 - OPENING + 1) + 10  # a tick for each token and each text
         evaluator = RuleEvaluator(llm, read_windows(llm, [text], 64, 3), deadline=deadline)
+        evaluator.own_text_loss = partial(WHOLE_OWN_TEXT_LOSS, evaluator)
         own = evaluator.own_text_loss(c, 3, 3)
         assert next(ticks) <= deadline + 8
         ticks = itertools.count()
@@ -569,53 +535,42 @@ def test_the_same_budget_makes_the_same_choice(measured):
     assert plan.default_share(Budget(experts=5 << 20)) == pytest.approx((5 << 20) / plan.arena_full)
 
 
-MOVED = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-import moeoff
-from helpers.files import CALIBRATION_TEXTS
-from moeoff.budget import plan as memory_plan
-from moeoff.system.memory import MIB
-
-# with 0.6 of the experts and with the fewest, in a process of this size or up to a MiB more: floors are whole MiB
-def bounds(process):
-    memory_plan._PROCESS = process
-    memory_plan._PROCESS += -(replace(plan, process=process).fixed + plan.arena_floor) % MIB
-    planned = replace(plan, process=memory_plan._PROCESS)
-    return planned.fixed + int(0.6 * plan.arena_full), planned.floor
-
-def open_with(memory):
-    return moeoff.Llama(sys.argv[1], n_ctx=64, max_loss="5%", memory=memory, n_threads=1)
-
-with open_with("1G") as llm:
-    plan, process = llm.engine.planned, llm.engine.plan.process
-# a share is told from a process of the usual size; this machine's libraries may take more than that leaves the demo model's experts
-some, little = bounds(max(process, plan.process) + (8 << 20))
-with open_with(some) as llm:
-    found = [llm.engine.quality.precision.tau]
-    for memory in (1 << 30, some, little, some):
-        llm.set_memory(memory)
-        found.append(llm.engine.quality.precision.tau)
-        llm.eval([10, 300, 500])
-# a smaller process than was planned would have room for all experts: here it is planned as it is
-memory_plan._LIBRARIES = 0
-with open_with("1G") as llm:
-    process = llm.engine.plan.process
-some, little = bounds(process + (5 << 20))
-with open_with(little) as llm:
-    found.append(llm.engine.driver.prefetcher.precision.tau)
-    llm.set_memory(some)
-    found.append(llm.engine.driver.prefetcher.precision.tau)
-print(*found)
-"""
-
-
+@own_process
 def test_a_moved_budget_keeps_the_bound(tau_alone):
     """What was measured with half resident is not promised with next to nothing, nor
-    needed where all fit; it comes back with its budget. In a process of its own, whose
-    size nothing else changes.
+    needed where all fit; it comes back with its budget.
     """
-    first, *moved = map(float, run_python(MOVED, tau_alone[0]).split())
-    # the last two: what is read ahead follows
-    assert first > 0 and moved == [0, first, 0, first, 0, first]
+
+    def bounds(process):
+        """Return budgets for 0.6 of the experts and for the fewest.
+
+        The process is of this size, or up to a MiB larger: floors are whole MiB.
+        """
+        whole = replace(plan, process=process)
+        memory_plan._PROCESS = process + -(whole.fixed + plan.arena_floor) % MIB
+        planned = replace(plan, process=memory_plan._PROCESS)
+        return planned.fixed + int(0.6 * plan.arena_full), planned.floor
+
+    def open_with(memory):
+        return moeoff.Llama(tau_alone[0], n_ctx=64, max_loss=BOUND, memory=memory, n_threads=1)
+
+    with open_with("1G") as llm:
+        plan, process = llm.engine.planned, llm.engine.plan.process
+    # libraries may take more than a usual process leaves the demo model's experts
+    some, little = bounds(max(process, plan.process) + (8 << 20))
+    with open_with(some) as llm:
+        first, moved = llm.engine.quality.precision.tau, []
+        for memory in (1 << 30, some, little, some):
+            llm.set_memory(memory)
+            moved.append(llm.engine.quality.precision.tau)
+            llm.eval([10, 300, 500])
+    assert first > 0 and moved == [0, first, 0, first]
+    # a smaller process than was planned would have room for all experts
+    memory_plan._LIBRARIES = 0
+    with open_with("1G") as llm:
+        process = llm.engine.plan.process
+    some, little = bounds(process + (5 << 20))
+    with open_with(little) as llm:
+        assert llm.engine.driver.prefetcher.precision.tau == 0
+        llm.set_memory(some)
+        assert llm.engine.driver.prefetcher.precision.tau == first

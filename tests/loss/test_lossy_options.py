@@ -257,35 +257,6 @@ def test_edgemoes_widths(demo, invoke, tmp_path):
     )
 
 
-def test_only_what_was_mispredicted(model, invoke):
-    """Fate §5.3 on a model: some of decode is served low, less than where every miss
-    is, and no prompt is.
-    """
-    options = (
-        "-m",
-        model,
-        *"--expert-memory 6M --strategy fate --low-tier Q2_0 --raw --temp 0 --json".split(),
-    )
-
-    def served_low(*flags, n=48):
-        done = invoke(
-            "run",
-            *options,
-            "--warm",
-            "off",
-            "-p",
-            "The quick brown fox jumps over the lazy dog.",
-            "-n",
-            str(n),
-            *flags,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["stats"]["served_low"]
-
-    assert 0 < served_low("--mispredicted-low") < served_low("--t1", "0")
-    assert served_low("--mispredicted-low", n=1) == 0
-
-
 def test_the_simulator_prices_misses_by_them():
     def penalty(*options):
         done = CliRunner().invoke(

@@ -273,17 +273,6 @@ def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
         assert seen[HIGH] > 100 and seen[SKIP] > 100 and not seen[LOW]
 
 
-def test_what_is_on_its_way_is_not_left_out(tmp_path, backend):
-    rng = np.random.default_rng(4)
-    with Block(tmp_path / "experts", rng, n_low=0) as block, Graph(block, 1) as graph:
-        block.buffer.set_precision(Precision(tau=2.0))
-        graph.choose(rng)
-        block.buffer.prefetch(0, graph.ids[0, :2].tolist())
-        versions = graph.speak(backend)
-        np.testing.assert_array_equal(versions[0], np.where(np.arange(N_USED) < 2, HIGH, SKIP))
-        graph.compute(backend, versions)
-
-
 def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
     """A threshold that equals an expert's score keeps it high, the next smaller number
     does not.
@@ -386,31 +375,6 @@ def test_prefetch_by_version(tmp_path, backend):
         assert block.resident(False).sum() == N_USED  # passed over, but resident all the same
         # the others are served high
         assert buffer.prefetch(0, range(N_EXPERT), low=True) == 2 * (N_EXPERT - N_USED)
-
-
-def test_low_versions_of_resident_experts_go_first(tmp_path, backend):
-    """What is resident in high precision does not need its low version: of a full low
-    pool that one is evicted.
-    """
-    rng = np.random.default_rng(6)
-    with (
-        Block(tmp_path / "experts", rng, n_slots=8, n_low=N_USED) as block,
-        Graph(block, 1) as graph,
-    ):
-        buffer = block.buffer
-
-        def use(ids, version):
-            graph.ids = np.array([ids], np.int32)
-            write(graph.id_tensor, graph.ids)
-            buffer.force(np.full(N_USED, version, np.uint8))
-            graph.compute(backend, graph.speak(backend))
-
-        graph.choose(rng)
-        use([0, 1, 2], LOW)
-        use([2, 3, 4], HIGH)  # 2 was used last
-        assert block.resident(True).nonzero()[0].tolist() == [0, 1, 2]
-        use([0, 1, 5], LOW)
-        assert block.resident(True).nonzero()[0].tolist() == [0, 1, 5]
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3])

@@ -121,15 +121,6 @@ def test_architectures(architecture, writer, folder):
             assert "type_k" in more and "cannot load it" in str(error)
 
 
-def test_a_sliding_window_needs_less(writer, folder):
-    model_index = ModelIndex.read(write_model(writer, folder, "gpt-oss", "4-bit"))
-    whole, window = (
-        dry_load(model_index, 4096, {"n_ubatch": 32, "swa_full": full}).state
-        for full in (True, False)
-    )
-    assert window < whole
-
-
 def test_what_is_longer_than_llama_cpp_should_plan(demo):
     model_index = ModelIndex.read(demo)
     exact, told = dry_load(model_index, 1 << 18, {}), dry_load(model_index, 1 << 20, {})
@@ -148,14 +139,6 @@ def test_an_error_with_a_planned_model_is_not_llama_cpps(demo):
         planned_model(ModelIndex.read(demo), 32, {}) as llm,
     ):
         llm.new_context(n_ctx=1 << 31)
-
-
-def test_room_is_refused_to_the_byte(demo):
-    plan = dry_load(ModelIndex.read(demo), 4096)
-    plan.within(plan.floor)
-    with pytest.raises(BudgetError) as caught:
-        plan.within(plan.floor - 1)
-    assert caught.value.hint["memory"] == plan.floor
 
 
 @pytest.mark.parametrize("architecture, n_sequences", [("qwen3next", 64), ("gpt-oss", 1)])

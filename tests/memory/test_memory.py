@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from gguf import GGMLQuantizationType
@@ -45,6 +46,8 @@ in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
         ("2000000", 2_000_000),
         (" 2 MiB ", 2 << 20),
         (4096, 4096),
+        (6e9, 6_000_000_000),
+        (np.int64(6e9), 6_000_000_000),
     ],
 )
 def test_sizes(text, size):
@@ -322,12 +325,12 @@ def test_programs_that_wait_for_memory_get_some(grown, monkeypatch):
 
 def test_a_budget_that_was_stated_stays(grown, monkeypatch):
     machine = Machine(monkeypatch)
-    with moeoff.Llama(grown, n_ctx=512, n_threads=1, memory=rss() + 300 * MIB) as llm:
+    with moeoff.Llama(grown, n_ctx=512, n_threads=1, memory="4G") as llm:
         machine.could_have = 1
         wait_until_still(lambda: cache_of(llm))
         assert cache_of(llm) == 1 and llm.stats().budget_cuts == 0
     with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
-        llm.set_memory(rss() + 300 * MIB)
+        llm.set_memory("4G")
         before = cache_of(llm)
         wait_until_still(lambda: cache_of(llm))
         assert cache_of(llm) == before

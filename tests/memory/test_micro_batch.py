@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moeoff
+from helpers.processes import own_process
 from moeoff import BudgetError
 from moeoff.budget.micro_batch import (
     DEFAULT_UBATCH,
@@ -159,6 +160,7 @@ def test_rates_of_another_model_are_others(demo, cache):
     assert recall_rates(ModelIndex.read(model), THREADS, None) is None
 
 
+@own_process
 def test_measured_while_it_runs(grown, cache):
     tokens = np.random.default_rng(0).integers(10, 4000, 300).tolist()
     with moeoff.Llama(
@@ -209,6 +211,7 @@ def test_a_prompt_beside_answers(busy, n):
     assert meter.n_beside() == n
 
 
+@own_process
 def test_the_smallest_budget_is_that_of_the_smallest_micro_batch(grown, cache):
     """And where flash attention is the way out, a refusal names it."""
 
@@ -231,6 +234,7 @@ def test_the_smallest_budget_is_that_of_the_smallest_micro_batch(grown, cache):
         assert llm.engine.micro_batch.n_tokens == SIZES[0] == api.llama_n_ubatch(llm.ctx)
 
 
+@own_process
 def test_a_small_budget_takes_a_smaller_micro_batch(grown, cache):
     with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory="2G") as llm:
         usual, plan = llm.engine.micro_batch.n_tokens, llm.engine.plan

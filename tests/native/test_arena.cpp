@@ -29,51 +29,6 @@ TEST(a_slot_has_room_for_a_slice_that_begins_anywhere_in_its_first_page) {
     REQUIRE(arena::slot_bytes(page_size + 1) == 3 * page_size);
 }
 
-TEST(an_arena_never_commits_more_than_its_limit) {
-    arena     a;
-    const int cls = a.add_class(arena::slot_bytes(1), 3);
-    REQUIRE(a.full_bytes() == 3 * small && a.reserve(2 * small));
-    const int32_t first = a.take(cls), second = a.take(cls);
-    REQUIRE(first >= 0 && second >= 0 && first != second);
-    REQUIRE(a.take(cls) == -1 && a.committed_bytes() == 2 * small && a.free_bytes() == 0);
-    a.give(cls, first);
-    REQUIRE(a.free_bytes() == small && a.committed_bytes() == 2 * small); // stays committed for the next
-    REQUIRE(a.take(cls) == first && a.free_bytes() == 0);
-    a.set_limit(3 * small);
-    REQUIRE(a.take(cls) >= 0 && a.peak_bytes() == 3 * small);
-}
-
-TEST(a_smaller_limit_trims_free_slots_and_waits_for_the_others) {
-    arena     a;
-    const int cls = a.add_class(arena::slot_bytes(1), 4);
-    REQUIRE(a.reserve(4 * small));
-    int32_t slots[4];
-    for (auto & slot : slots) {
-        slot = a.take(cls);
-    }
-    a.give(cls, slots[0]);
-    a.set_limit(2 * small);
-    REQUIRE(!a.trim() && a.committed_bytes() == 3 * small); // two more are taken than may be
-    REQUIRE(a.take(cls) == -1);
-    a.give(cls, slots[1]);
-    REQUIRE(a.take(cls) == -1); // free, but beyond the limit
-    REQUIRE(a.trim() && a.committed_bytes() == 2 * small && a.free_bytes() == 0);
-    REQUIRE(a.peak_bytes() == 4 * small);
-}
-
-TEST(size_classes_lend_bytes_to_each_other) {
-    arena     a;
-    const int s = a.add_class(arena::slot_bytes(page_size), 4), l = a.add_class(arena::slot_bytes(3 * page_size), 1);
-    REQUIRE(a.add_class(arena::slot_bytes(page_size - 100), 1) == s); // the same size of slots
-    REQUIRE(a.slot_bytes_of(s) == small && a.slot_bytes_of(l) == large && a.reserve(2 * small));
-    const int32_t first = a.take(s), second = a.take(s);
-    REQUIRE(a.take(l) == -1);
-    a.give(s, first);
-    REQUIRE(a.take(l) == -1); // one slot given back is not enough; and it is gone
-    a.give(s, second);
-    REQUIRE(a.take(l) >= 0 && a.committed_bytes() == large && a.free_bytes() == 0);
-}
-
 TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
     arena          a;
     const uint32_t n = 256;
@@ -439,52 +394,6 @@ TEST(free_slots_behind_one_that_must_stay_are_not_added_to) {
     REQUIRE(a.take(other) == -1 && a.is_blocked(a.slot_bytes_of(other)));
     a.give(one, n - 1); // the last
     REQUIRE(a.take(other) == 0 && a.committed_bytes() <= limit);
-}
-
-TEST(huge_pages_outlast_moves_of_the_limit_and_exchanges_between_sizes) {
-    arena                                a;
-    std::vector<std::pair<int, int32_t>> taken;
-    const int                            classes[] = { a.add_class(arena::slot_bytes(749 * page_size), 200),
-        a.add_class(arena::slot_bytes(650 * page_size), 200) };
-    const uint64_t limit = 2 * 64 * arena::huge_page, before = told_bytes("/proc/self/smaps_rollup", "AnonHugePages");
-    REQUIRE(a.reserve(limit, [&](int cls, int32_t from, int32_t to) {
-        std::find(taken.begin(), taken.end(), std::pair<int, int32_t>(cls, from))->second = to;
-        return true;
-    }));
-    std::mt19937 rng(1);
-    const auto   give_one = [&] {
-        std::swap(taken[rng() % taken.size()], taken.back());
-        const auto [cls, slot] = taken.back();
-        taken.pop_back();
-        a.give(cls, slot);
-    };
-    const auto read_one = [&] {
-        const int cls = classes[rng() % 2];
-        int32_t   slot;
-        while ((slot = a.take(cls)) < 0) {
-            give_one();
-        }
-        taken.emplace_back(cls, slot);
-        for (uint64_t at = 0; at < a.slot_bytes_of(cls); at += page_size) {
-            a.data(cls, slot)[at] = 1;
-        }
-    };
-    for (int i = 0; i < 200; i++) {
-        read_one();
-    }
-    const uint64_t n_first = told_bytes("/proc/self/smaps_rollup", "AnonHugePages") - before;
-    for (int i = 0; i < 4000; i++) {
-        read_one();
-        if (i % 100 == 0) {
-            a.set_limit(limit - limit / 20);
-            while (!a.trim()) {
-                give_one();
-            }
-            a.set_limit(limit);
-        }
-    }
-    // 0 of them where the system has none to give
-    REQUIRE(told_bytes("/proc/self/smaps_rollup", "AnonHugePages") - before + 6 * arena::huge_page >= n_first);
 }
 
 // RLIMIT_DATA counts what may be written, as vm.overcommit_memory=2 does for the whole system

@@ -14,18 +14,6 @@ static constexpr uint64_t nbytes   = 5000;
 
 static const std::vector<uint32_t> equal_keys(n_expert, eviction_rank::key_of(0.0f));
 
-TEST(a_slot_serves_once_its_upload_has_ended) {
-    device_slots               s(n_expert, 2);
-    const std::vector<uint8_t> needed(n_expert, 0);
-    int32_t                    displaced;
-    const int32_t              slot = s.take(3, equal_keys.data(), needed.data(), false, displaced);
-    REQUIRE(slot >= 0 && displaced < 0 && s.find(3) < 0);
-    REQUIRE(s.take(3, equal_keys.data(), needed.data(), true, displaced) < 0); // on its way
-    s.finish({ 3, slot }, true);
-    REQUIRE(s.find(3) == slot && s.n_served() == 1);
-    REQUIRE(s.take(3, equal_keys.data(), needed.data(), true, displaced) < 0); // there
-}
-
 TEST(a_failed_upload_gives_its_slot_back) {
     device_slots               s(n_expert, 1);
     const std::vector<uint8_t> needed(n_expert, 0);
@@ -324,14 +312,6 @@ TEST(a_batch_that_needs_more_than_its_gates_slots_is_computed_on_the_stage) {
     }
 }
 
-TEST(centric_works_in_the_smallest_arena) {
-    device_store x(MOEOFF_DEVICE_CENTRIC, 4, 0, 2 * 2 * arena::slot_bytes(nbytes));
-    for (int i = 0; i < 20; i++) {
-        x.event({ i % n_expert, (i + 2) % n_expert });
-    }
-    REQUIRE(x.stats().evictions > 0);
-}
-
 TEST(cooperative_uploads_what_is_in_memory_and_the_next_graph_finds_it) {
     device_store x(MOEOFF_DEVICE_COOPERATIVE, 3, 1);
     REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { 0, 1 })); // nothing is in memory yet
@@ -411,37 +391,6 @@ TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     REQUIRE(x.event({ 2, 1 }).host == (std::vector<int32_t> { -1, -1 }));
-}
-
-TEST(what_is_predicted_is_uploaded_where_every_chosen_expert_is) {
-    device_store x(MOEOFF_DEVICE_CENTRIC, 2, 2, 0, 2);
-    const int    user    = 0;
-    const auto   predict = [&x](const std::vector<int32_t> & experts) {
-        x.s.prefetch(0, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), 15, HIGH, true, -1);
-    };
-    const auto idle = [&x] {
-        while (x.s.n_pending_uploads() > 0) {
-            std::this_thread::yield();
-        }
-    };
-    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_CENTRIC);
-    for (const auto & ids : std::vector<std::vector<int32_t>> { { 2, 3 }, { 0, 1 } }) {
-        x.event(ids); // all in memory
-    }
-    predict({ 2, 3 }); // the device may still read the slots
-    idle();
-    REQUIRE(x.stats().device_uploads == 4 && x.stats().device_ahead == 0);
-    x.event({ 0, 1 }, 1);
-    x.s.priorities()[2] = x.s.priorities()[3] = 1.0f;
-    x.s.publish();
-    predict({ 2, 3 });
-    idle();
-    REQUIRE(x.stats().device_ahead == 2 && x.stats().device_ahead_used == 0);
-    REQUIRE(x.event({ 2, 4 }).n_hit == 2); // one expert of two matrices
-    REQUIRE(x.stats().device_ahead_used == 1 && x.stats().device_uploads == 2 + 2 + 2 + 2 + 1);
-    x.event({ 0, 1 }, 1);
-    x.event({ 2, 3 });
-    REQUIRE(x.stats().device_ahead_used == 1); // each once
 }
 
 TEST(an_upload_that_the_router_overtakes_is_taken_back) {
@@ -631,16 +580,6 @@ TEST(as_many_are_uploaded_as_end_in_time) {
     }
     // what was measured long ago is measured again
     REQUIRE(pace.n_ahead(2, 1000000, 19000, 0) == 1 && pace.n_ahead(2, 1000000, 19000, 1) == 0);
-}
-
-TEST(uploads_are_bounded_by_time_unless_a_number_is_given) {
-    device_store x(MOEOFF_DEVICE_COOPERATIVE, 6, -1);
-    while (x.stats().device_experts < 6) { // one at a time, or more once it is known what they take
-        x.event({ 0, 1 });
-        x.event({ 2, 3 });
-        x.event({ 4, 5 });
-    }
-    REQUIRE(x.event({ 0, 5 }).host == (std::vector<int32_t> { -1, -1 }));
 }
 
 TEST(what_is_there_is_computed_before_what_is_uploaded_meanwhile) {

@@ -207,18 +207,6 @@ def test_two_slots(name, tmp_path, backend):
         assert stats.arena_peak == 2 * reserved.slot
 
 
-def test_large_arena_reads_once(tmp_path, backend):
-    rng = np.random.default_rng(9)
-    plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=N_EXPERT)
-    with plain, reserved, Op(plain, reserved, n_tokens=64, n_used=N_EXPERT) as op:
-        for _ in range(5):
-            op.assert_equal(backend, rng)
-        stats = reserved.buffer.stats()
-        assert (stats.evictions, stats.reads, stats.resident_slices) == (0, N_EXPERT, N_EXPERT)
-        assert stats.bytes_read == sum(source.nbytes for source in reserved.sources)
-        assert (reserved.buffer.residency() == 1 << native.MATRIX_UP).all()
-
-
 def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
     """Slots of one size give their bytes to another size and back."""
     rng = np.random.default_rng(11)

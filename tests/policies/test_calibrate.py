@@ -23,7 +23,7 @@ from helpers.terminal import start_with_bars
 from moeoff.budget.loss_contract import LossContract
 from moeoff.cli.calibrate import calibrate as command
 from moeoff.errors import ModelError, OptionError
-from moeoff.experts.profile import Profile, profile_output, profile_path
+from moeoff.experts.profile import Profile, profile_path
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure import profile_fit as module
 from moeoff.measure.precision_search import SearchResult
@@ -31,7 +31,6 @@ from moeoff.measure.profile_fit import calibrate, cap_hidden, fit
 from moeoff.policies import (
     POLICIES,
     PREDICTORS,
-    CacheShape,
     FitOptions,
     Policy,
     Predictor,
@@ -65,15 +64,6 @@ def test_profile(calibrated):
     counts = profile.section("popularity")["counts"]
     assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * result.n_tokens).all()
     assert result.recall > 0.6 and 2 <= result.shallow <= 4
-
-
-def test_progress(calibrated):
-    _, _, calls = calibrated
-    stages = list(dict.fromkeys(stage for stage, _, _ in calls))
-    assert stages[0] == "reading text" and len(stages) > 4
-    for stage in stages:
-        steps = [(at, total) for name, at, total in calls if name == stage]
-        assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
 
 
 def test_what_does_not_help_is_left_out(monkeypatch):
@@ -142,39 +132,6 @@ def test_what_foresees_no_more_is_left_out(monkeypatch):
     assert set(fit(recording, FitOptions(), only=names, compare=False)) == set(names)
 
 
-def test_the_norm_is_chosen_only_where_that_helps(monkeypatch):
-    """What `gate` and `shallow` say is left out where the default does as well."""
-    monkeypatch.setattr(module, "_LEAST_HELD", 64)
-    recording, warnings = random_recording(800), []
-    always = CrossLayerGate.fit(recording) | {"next_norm": np.ones(4, bool)}
-    monkeypatch.setattr(
-        module, "fits", lambda: {"gate": replace(CrossLayerGate.sections[0], fit=lambda *_: always)}
-    )
-    assert "gate" not in fit(recording, FitOptions(), only=["gate"], warn=warnings.append)
-    assert warnings == [
-        "gate: on text that it was not fitted to no more is predicted with it, and it is left out"
-    ]
-
-
-def test_what_is_left_out_leaves_an_earlier_profile(demo, tmp_path, monkeypatch):
-    model = shutil.copy(demo, tmp_path / "model.gguf")
-    how = {
-        "text": CALIBRATION_TEXTS[:1],
-        "tokens": 512,
-        "only": {"gate", "popularity"},
-        "n_threads": 1,
-    }
-    assert calibrate(model, **how).sections == ("popularity", "gate")
-    fit = module.fit
-    monkeypatch.setattr(
-        module,
-        "fit",
-        lambda *args: {name: arrays for name, arrays in fit(*args).items() if name != "gate"},
-    )
-    assert calibrate(model, **how).recall is None
-    assert Profile.find(ModelIndex.read(model)).sections == ["popularity"]
-
-
 class TestFitsOfUsers:
     """A registered predictor's fit is called like moeoff's own, or refused."""
 
@@ -223,29 +180,6 @@ class TestFitsOfUsers:
     def test_may_share_the_fit_of_its_base(self):
         moeoff.register(type("Other", (CrossLayerGate,), {"name": "mine"}))
         assert fits()["gate"] is CrossLayerGate.sections[0]
-
-
-def test_policies_take_their_sections(calibrated):
-    """What calibration gives, and a user's options, which beat it."""
-    model, result, _ = calibrated
-    profile = Profile.find(ModelIndex.read(model))
-    shape = CacheShape(12, 32, 4, 100.0)
-
-    def made(name, **options):
-        return get_policy(name).from_profile(
-            profile.section(get_policy(name).sections[0].name), shape, **options
-        )
-
-    assert made("score")._weights is not None
-    assert made("edgemoe").options["counts"].sum() == 12 * 4 * result.n_tokens
-    hobbit, fitted = made("hobbit", lru=0.5).options, profile.section("hobbit")
-    assert hobbit["lru"] == 0.5 and all(
-        hobbit[name] == fitted[name] for name in ("lfu", "lhu", "fld")
-    )
-    assert [made("arc", **options).options["shallow"] for options in ({}, {"shallow": 5})] == [
-        result.shallow,
-        5,
-    ]
 
 
 def test_a_users_policy_takes_its_sections(calibrated):
@@ -539,17 +473,6 @@ def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
     for section in profiles[0].sections:
         a, b = (profile.section(section) for profile in profiles)
         assert all(np.array_equal(a[name], b[name]) for name in a), section
-
-
-def test_writes_nothing_into_the_package(invoke):
-    """Its demo model's profile goes to the cache folder; and without a model there is
-    nothing to calibrate.
-    """
-    assert not profile_output(ModelIndex.read(moeoff.demo_model())).startswith(
-        os.path.dirname(moeoff.demo_model())
-    )
-    refused = invoke("calibrate")
-    assert refused.returncode == 2 and "Missing MODEL" in refused.stderr
 
 
 def test_ctrl_c_leaves_no_profile(demo, tmp_path):

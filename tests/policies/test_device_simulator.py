@@ -11,10 +11,7 @@ import pytest
 
 import baselines  # registers what the papers are compared with
 from device_simulator import (
-    AS_NAMED,
-    BY_ID,
     NEVER,
-    PROMPTS,
     Bandwidths,
     DeviceBuffer,
     Execution,
@@ -23,7 +20,6 @@ from device_simulator import (
     on_device,
 )
 from helpers.gate_events import random_recording
-from moeoff import BudgetError, OptionError
 from moeoff.engine.driver import Driver
 from moeoff.experts.profile import Profile
 from moeoff.gguf.model_index import ModelIndex
@@ -297,13 +293,6 @@ def test_a_device_by_hand():
     assert (buffer.counts["hits"], buffer.counts["misses"]) == (2, 4)
 
 
-def test_a_devices_priorities_rank_above_recency():
-    buffer = DeviceBuffer(ONE, SPEEDS, 2 * 5000)
-    buffer.priorities[0, 0] = 1
-    took(buffer, (0, 0), (0, 1), (0, 2))
-    assert buffer.residency().tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
-
-
 def test_a_devices_prefetch_by_hand():
     """What was sent ahead is not waited for; what comes late is waited for by the rest;
     what is not chosen is given up.
@@ -319,65 +308,6 @@ def test_a_devices_prefetch_by_hand():
         and buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
     )
     assert buffer.prefetch(1, [3], limit=0) == 0
-
-
-def test_what_was_sent_ahead_outlives_what_comes_meanwhile():
-    """On a device of two slots, too: it has not been used yet, and would be the least
-    recently used.
-    """
-    buffer = DeviceBuffer(ONE, SPEEDS, 2 * 5000)
-    took(buffer, (0, 0))
-    buffer.prefetch(1, [2])
-    took(buffer, (0, 0), (0, 0), (0, 0))  # time to send it
-    assert buffer.sent["ahead"] == 1
-    assert took(buffer, (0, 1), (1, 2)) == [LINK + DEVICE + LAYER, DEVICE + LAYER]
-    assert buffer.sent["uploads"] == 3 and buffer.residency().tolist() == [
-        [0, 1, 0, 0],
-        [0, 0, 1, 0],
-    ]
-
-
-def test_smaller_copies():
-    """An absent expert of little weight comes as a copy or not at all, and is not kept;
-    one that is there serves as it is.
-    """
-    buffer = DeviceBuffer(replace(ONE, n_used=2), SPEEDS, 9 * 5000, low=LowVersions(0.25, 0.6, 0.9))
-
-    def took_pair(*weights):
-        before = buffer.now
-        buffer.compute(GateEvent(0, np.array([[0, 1]], np.int32), np.array([weights], np.float32)))
-        return buffer.now - before
-
-    assert took_pair(0.8, 0.2) == LINK + LINK // 4 + DEVICE // 4 + LAYER
-    # the device has computed with the other meanwhile
-    assert took_pair(0.8, 0.2) == LINK // 4 + DEVICE // 4 + LAYER
-    assert took_pair(0.95, 0.05) == DEVICE + LAYER
-    assert buffer.sent == {
-        "device": 2,
-        "host": 4,
-        "low": 2,
-        "skipped": 1,
-        "uploads": 3,
-        "up_bytes": 7500,
-        "ahead": 0,
-    }
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"link": 0}, "link of a simulated machine"),
-        ({"layer_us": -1}, "layer_us of a simulated machine"),
-    ],
-)
-def test_speeds_are_positive(change, words):
-    with pytest.raises(OptionError, match=words):
-        replace(SPEEDS, **change)
-
-
-def test_a_device_that_is_too_small():
-    with pytest.raises(BudgetError, match="holds fewer of them than a gate selects"):
-        DeviceBuffer(ONE, SPEEDS, 5000)
 
 
 TWO_STEPS = Execution(eager=False, reordered=NEVER, chunked=False)
@@ -442,126 +372,6 @@ def test_a_prefetch_gives_way_after_a_piece_or_after_the_expert():
     late = LINK - 4000
     assert times[True, True] == times[True, False] == late + 2 * LINK + 2 * DEVICE + LAYER
     assert times[False, True] == times[False, False] == late + 3 * LINK + 2 * DEVICE + LAYER
-
-
-def test_a_layers_room_is_its_own():
-    """Two layers with a room of two experts each: what one misses takes nothing from
-    the other, and what it cannot keep goes again.
-    """
-    for by_layer in (True, False):
-        # two of which are held free where layers have rooms
-        buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 6 * 10_000)
-        if by_layer:
-            buffer.divide(None)
-            assert buffer.rooms == [2, 2] and buffer.capacity == 4
-        compute(buffer, 1, [7])
-        for expert in (0, 1, 2, 3, 4, 5):
-            compute(buffer, 0, [expert])
-        resident = [np.flatnonzero(row).tolist() for row in buffer.residency()]
-        assert resident == ([[4, 5], [7]] if by_layer else [[0, 1, 2, 3, 4, 5], []])
-
-
-def test_a_layer_without_room_keeps_nothing():
-    buffer = DeviceBuffer(replace(WIDE, n_used=2), SPEEDS, 8 * 10_000)
-    buffer.divide(None)
-    buffer.rooms = [4, 0]
-    for _ in range(2):
-        compute(buffer, 0, [1, 2])
-        compute(buffer, 1, [3, 4])
-    assert buffer.residency().tolist() == [[0, 3, 3, 0, 0, 0, 0, 0], [0] * 8]
-    assert buffer.sent["uploads"] == 2 + 2 * 2
-
-
-def test_a_prompt_by_number_throws_out_what_it_is_about_to_need():
-    """ProMoE §7.2: of a layer's eight experts four are there, the last used of them the
-    last by number; by number none of them is there when it is its turn.
-    """
-    uploads = {}
-    for name, execution in (
-        ("by number", Execution(eager=False, reordered=NEVER, order=BY_ID)),
-        ("reordered", Execution(order=BY_ID)),
-    ):
-        buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 4 * 10_000, execution=execution)
-        compute(buffer, 0, *[[e] for e in range(8)])
-        before = buffer.sent["uploads"]
-        compute(buffer, 0, *[[e] for e in range(8)])
-        uploads[name] = buffer.sent["uploads"] - before
-    assert uploads == {"by number": 8, "reordered": 4}
-
-
-def test_what_is_eager_in_its_own_order_ends():
-    """Everything that could make room is needed later in the same layer."""
-    buffer = DeviceBuffer(
-        replace(WIDE, n_used=1),
-        SPEEDS,
-        4 * 10_000,
-        execution=Execution(reordered=NEVER, order=BY_ID),
-    )
-    compute(buffer, 0, *[[e] for e in (4, 5, 6, 7)])
-    compute(buffer, 0, *[[e] for e in range(8)])
-    assert buffer.sent["uploads"] >= 8
-
-
-def test_orders_of_a_prompt():
-    event = GateEvent(
-        0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32)
-    )
-    assert Execution().arranged(event).tolist() == [5, 3, 7, 1, 0]
-    assert Execution(order=AS_NAMED).arranged(event).tolist() == [7, 3, 5, 1, 0]
-    assert Execution(order=BY_ID).arranged(event).tolist() == [0, 1, 3, 5, 7]
-
-
-def test_copies_of_a_prompt_and_of_what_was_not_foreseen():
-    """Fate: of a prompt's experts those of the fewest tokens (§4.5), in decode what is
-    absent and not on its way (§5.3). HOBBIT: by the dearest token.
-    """
-    event = GateEvent(
-        0,
-        np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32),
-        np.ones((4, 2), np.float32),
-        decode=False,
-    )
-    experts = np.array([0, 1, 3, 5, 7])
-    fate = LowVersions(0.5, prefill=0.4, mispredicted=True)
-    assert fate.serving(event, experts, np.zeros(5, bool), 8).tolist() == [1, 1, 0, 0, 0]
-    one = GateEvent(0, np.array([[0, 1]], np.int32), np.array([[0.9, 0.1]], np.float32))
-    assert fate.serving(one, np.array([0, 1]), np.array([True, False]), 8).tolist() == [0, 1]
-    weighed = GateEvent(
-        0,
-        np.array([[0, 1], [1, 2]], np.int32),
-        np.array([[0.7, 0.3], [0.95, 0.05]], np.float32),
-        decode=False,
-    )
-    assert LowVersions(0.5, 0.6, 0.9).serving(
-        weighed, np.array([0, 1, 2]), np.zeros(3, bool), 8
-    ).tolist() == [0, 0, 2]
-
-
-def test_widths_make_room():
-    """Half as wide experts: twice as many fit, and each is there in half the time."""
-    narrow = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 2 * 10_000, widths=np.full((2, 8), 0.5))
-    assert narrow.capacity == 4
-    assert compute(narrow, 0, [0]) == LINK + DEVICE + LAYER
-    for expert in (1, 2, 3):
-        compute(narrow, 0, [expert])
-    assert np.flatnonzero(narrow.residency()[0]).tolist() == [0, 1, 2, 3]
-
-
-def test_only_prompts_reordered():
-    """Fate orders a prompt's experts, not a token's (§4.3)."""
-    times = {}
-    for reordered in (PROMPTS, NEVER):
-        for rows in ([[5, 1]], [[5], [1]]):
-            buffer = DeviceBuffer(
-                replace(WIDE, n_used=len(rows[0])),
-                SPEEDS,
-                8 * 10_000,
-                execution=Execution(eager=False, reordered=reordered, order=AS_NAMED),
-            )
-            compute(buffer, 0, [1] * len(rows[0]))
-            buffer._request((5, False), 0)  # on its way
-            times[reordered, len(rows)] = compute(buffer, 0, *rows)
-    assert times[PROMPTS, 1] == times[NEVER, 1] == times[NEVER, 2] > times[PROMPTS, 2]
 
 
 def test_the_processor_computes_with_what_is_absent():

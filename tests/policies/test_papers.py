@@ -16,15 +16,9 @@ import paper_figures
 import papers
 import results
 import speed
-from baselines import EAP
-from device_simulator import DeviceResult
 from helpers.gate_events import random_recording
-from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.job import Job, Measurement, Sample
-from moeoff.measure.profile_fit import fit
 from moeoff.measure.statistics import Estimate
-from moeoff.policies import PREDICTORS, FitOptions
-from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
 from speed import prompt_then_tokens
 from verdicts import (
@@ -60,40 +54,6 @@ def made_up(ids, starts=None):
     return Data(None, recording, recording, {})
 
 
-def test_one_path_is_all_paths():
-    """Every token takes the same: all the room that the statistics have."""
-    same = made_up(np.tile(np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]]), (2 * PROMPT, 1, 1)))
-    assert paper_figures.edgemoe_4(same).ours.startswith(
-        "100.0 % (100.0 to 100.0) by pair of layers; unconnected 100.0 %; as the paper counts"
-    )
-    row = paper_figures.hobbit_10(same)
-    assert (
-        row.ours.startswith("100.0 % (chance 25.0 %); at least one: 100.0 %")
-        and row.verdict == DIRECTION
-    )
-    assert f"of 25.0 % of the experts in {PROMPT} tokens" in paper_figures.fate_9(same).ours
-    assert paper_figures.promoe_5(same).verdict == OPPOSITE
-
-
-def test_paths_that_are_connected():
-    """Each layer repeats the first one's choice, or has a choice of its own: only the
-    first is more than its layers shuffled.
-    """
-    rng = np.random.default_rng(0)
-    first = rng.choice(8, (8 * PROMPT, 1, 1), p=np.array([8, 4, 2, 1, 1, 1, 1, 1]) / 19)
-    alone = rng.choice(8, (8 * PROMPT, 4, 1), p=np.array([8, 4, 2, 1, 1, 1, 1, 1]) / 19)
-
-    def figure(ids):
-        return paper_figures.edgemoe_4(made_up(np.concatenate([ids, (ids + 1) % 8], axis=2)))
-
-    connected = figure(np.tile(first, (1, 4, 1)))
-    assert (
-        connected.ours.startswith("100.0 %")
-        and connected.verdict == "reproduced (by pair); direction (as the paper counts)"
-    )
-    assert figure(alone).verdict == LEVEL
-
-
 def test_even_routing_holds_nothing():
     rng = np.random.default_rng(0)
     even = made_up(np.argsort(rng.random((16 * PROMPT, 4, 8)), axis=2)[:, :, :2])
@@ -110,23 +70,6 @@ def test_even_routing_holds_nothing():
     }
     # 2 of 8 experts, the least popular: about their share
     assert paper_figures.fate_9(even).verdict != REPRODUCED
-
-
-def test_what_two_layers_tell():
-    """The third layer is a function of the two before: alone each says nothing,
-    together everything.
-    """
-    rng = np.random.default_rng(1)
-    a, b = rng.integers(0, 2, (2, 4096))
-    ids = np.stack([a, b, 2 + (a ^ b)], axis=1)[:, :, None]
-    right, best = paper_figures.known_layers(made_up(np.concatenate([ids, ids + 4], axis=2)))
-    assert (
-        right.shape == (1, 3)
-        and right[0, 2] > 0.99
-        and right[0, 1] < 0.6
-        and right[0, 0] < 0.6
-        and best == 1
-    )
 
 
 @pytest.mark.parametrize(
@@ -168,44 +111,6 @@ def test_a_claim_above_what_the_machine_reaches_is_not_testable():
     assert verdict((1.35, 1.5), Estimate(1.23, 1.22, 1.24), reachable=1.36) == DIRECTION
     assert counted("direction with 25%, not testable here with 50%") == DIRECTION
     assert counted(NOT_TESTABLE) == NOT_TESTABLE
-
-
-@pytest.mark.parametrize(
-    "cell, as_one",
-    [
-        *((name, name) for name in RULES),
-        ("reproduced with 25%, direction with 50%", DIRECTION),
-        ("level with 25%, direction with 50%", LEVEL),
-        ("direction (over LRU); reproduced (over LFU)", DIRECTION),
-        ("opposite with 25%, direction with 50%", SPLIT),
-        ("opposite with 25%, level with 50%", OPPOSITE),  # nowhere a gain
-    ],
-)
-def test_a_row_counts_once(cell, as_one):
-    assert counted(cell) == as_one
-
-
-def test_contenders_run_on_their_machine(monkeypatch, recording, demo):
-    """Each decodes and reads a prompt; one that predicts sends ahead, else what is
-    compared is its cache alone.
-    """
-    # the fit wants several texts
-    text = replace(recording.part(0, 256), starts=np.arange(256) % 64 == 0)
-    learned = fit(text, FitOptions(hidden=8), only={"learned"}, compare=False)
-    monkeypatch.setattr(papers, "ROUND", 16)
-    runs = papers.Runs(Data(ModelIndex.read(demo), text, text, learned), np.ones((12, 32)), 1)
-    for name, c in papers.CONTENDERS.items():
-        for prompt in (False, True):
-            (result,) = runs.of(name, "Fate", 0.5, prompt)
-            assert result.n_tokens == (8 if prompt else 16) and result.device + result.host > 0, (
-                name
-            )
-            assert (result.ahead > 0) == (c.made().predictor is not None), (name, prompt)
-    monkeypatch.setattr(
-        papers, "on_device", lambda *_, **__: DeviceResult(1, 1, 0, 1, 1, 0, 0, 1, 1, 0)
-    )
-    with pytest.raises(AssertionError, match="nothing is sent ahead"):
-        runs.of("HOBBIT", "HOBBIT", 0.5)
 
 
 def test_ratios_are_paired():
@@ -255,72 +160,6 @@ def test_ratios_are_to_the_first_contender_of_the_same_round(capsys):
     )
     assert rows["twice"]["ratio"] == "2.00" and rows["base"]["ratio"] == ""
     assert rows["never"]["prompt tok/s"] == "it broke"
-
-
-def test_contenders_are_strategies():
-    assert {name for r in papers.RATIOS for name in (r.fast, r.slow)} == set(papers.CONTENDERS)
-    for name, c in papers.CONTENDERS.items():
-        strategy = c.made()
-        assert not strategy.ab_tested and strategy.predictor in (None, *PREDICTORS.values()), name
-        assert c.paper and "§" in c.paper + name + c.differs or c.bits != "fp16" or c.low, name
-
-
-def test_a_baseline_lacks_what_its_paper_adds():
-    """Issue by issue of the papers: ProMoE's parts one by one; nothing of them in what
-    it and Fate are compared with; EdgeMoE's baselines keep nothing.
-    """
-    steps = [
-        papers.CONTENDERS[name]
-        for name in ("LRU", "+ prefetch", "+ chunked prefetch", "+ early preemption", "ProMoE")
-    ]
-    assert [
-        (
-            papers.named(c.made().predictor, None),
-            c.execution.chunked,
-            c.execution.eager,
-            c.execution.reordered,
-        )
-        for c in steps
-    ] == [
-        (None, False, False, "never"),
-        ("learned", False, False, "never"),
-        ("learned", True, False, "never"),
-        ("learned", True, True, "never"),
-        ("learned", True, True, "always"),
-    ]
-    assert all(
-        (c.made().policy, c.by_layer, c.execution.order) == (LRU, True, "by id") for c in steps
-    )
-    for name in ("LRU", "static", "EAP", "EAP, int4", "Mixtral-offloading", "LoD"):
-        e = papers.CONTENDERS[name].execution
-        assert not e.eager and not e.chunked and e.reordered == "never" and e.order != "popular", (
-            name
-        )
-    assert not any(
-        papers.CONTENDERS[name].made().keep
-        for name in ("LoD", "IO-EXP", "IO-QEXP", "EdgeMoE, Q", "EdgeMoE, Q+P")
-    )
-    fate, eap = papers.CONTENDERS["Fate, lossless"], papers.CONTENDERS["EAP"]
-    assert replace(
-        fate.made(), name="", summary="", predictor=EAP, share=0.0, bounded=False, vram_mode="auto"
-    ) == replace(eap.made(), name="", summary="")
-    assert papers.CONTENDERS["EdgeMoE"].widths and not papers.CONTENDERS["IO-QEXP"].widths
-
-
-def test_a_machine_waits_as_long_as_its_paper_says():
-    """A layer's time follows from the paper's share of waiting, with none of what hides
-    it.
-    """
-    nbytes, n_used = 12e6, 4
-    for name, waiting, sent in (
-        ("HOBBIT", 0.855, 4),
-        ("ProMoE", 0.79, 1.5),
-        ("EdgeMoE", 1 - 1 / 3.55, 4),
-    ):
-        m = papers.MACHINES[name]
-        speeds = m.bandwidths(nbytes, n_used, 1.5 / n_used)
-        send, compute = sent * nbytes / m.link, n_used * nbytes / m.device + 1000 * speeds.layer_us
-        assert send / (send + compute) == pytest.approx(waiting, abs=0.01), name
 
 
 def assert_computable(tables):

@@ -28,10 +28,8 @@ from moeoff.policies import (
     get_strategy,
     policy_names,
     register,
-    score,
     strategy_names,
 )
-from moeoff.policies.base import quotas
 from moeoff.policies.hobbit import (
     T1,
     T2,
@@ -43,7 +41,7 @@ from moeoff.policies.hobbit import (
     unimportance,
 )
 from moeoff.policies.replay import simulate
-from moeoff.policies.score import HORIZONS, MAX_MATRIX, Score, fit_score, next_use
+from moeoff.policies.score import Score, fit_score, next_use
 from moeoff.routing.event import GateEvent
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 
@@ -104,10 +102,6 @@ class TestContract:
         for event in events:
             policy.update(event)
         assert np.isfinite(policy.priorities).all()
-
-    def test_options_without_a_calibration(self, name):
-        kind = get_policy(name)
-        assert kind.from_profile(None, SHAPE).options == kind.defaults
 
     def test_unknown_option(self, name):
         with pytest.raises(OptionError, match="unknown option 'colour'"):
@@ -233,16 +227,6 @@ def test_hobbit_counts_what_was_served_in_high_precision():
     )
 
 
-def test_a_lossless_run_counts_what_needs_high_precision():
-    """Nothing is served low, and every use is a high one: H then counts the uses that
-    T1 would have wanted so.
-    """
-    events = [([0, 1], [0.9, 0.1], None), ([0, 2], [0.6, 0.4], None), ([3, 0], [0.8, 0.2], None)]
-    np.testing.assert_allclose(
-        hobbit_of(events), 0.3 * np.array([3, 1, 1, 1]) + 0.7 * np.array([2, 0, 0, 1]), rtol=1e-6
-    )
-
-
 def test_hobbit_keeps_both_fitted_weights():
     """What a calibration found is what a lossy run uses: no part of it gives way to
     another formula.
@@ -315,12 +299,6 @@ def test_shallow_layers_in_proportion():
     assert [fate.proportional_boundary(n) for n in (24, 12, 48, 2)] == [3, 2, 6, 1]
     policy = get_policy("arc")(CacheShape(12, 32, 4, 96))
     assert policy.quotas[:2] == [32, 32] and min(policy.quotas) == 3
-
-
-def test_quotas_favour_shallow_layers():
-    assert quotas(CacheShape(6, 10, 2, 48), 3) == [10, 10, 10, 6, 6, 6]
-    assert quotas(CacheShape(6, 10, 2, 25), 3) == [10, 10, 5, 0, 0, 0]
-    assert quotas(CacheShape(6, 10, 2, 100), 3) == [10] * 6
 
 
 class BruteARC:
@@ -589,10 +567,6 @@ def test_a_prompt_takes_room_from_the_layers_behind_it():
     run(40, range(2))
     # the third has selected when this is looked at
     assert policy.priorities[:3].max() < policy.priorities[3:].min()
-    run(40, [2])
-    run(1, [3])  # as the last layer sees a prompt
-    run(1, range(4), decode=True)
-    assert np.ptp(policy._tables["due"]) <= 1
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
@@ -603,20 +577,6 @@ def test_learns_what_recency_cannot_know(fitted, share):
     )
     learned = simulate(trace, "score", arena, weights=fitted).hit_rate
     assert (learned - lru) / (best - lru) > 0.6 and learned > generic + 0.05
-
-
-def test_the_larger_the_buffer_the_longer_the_horizon(fitted):
-    backs = [
-        Score(CacheShape(4, 16, 2, 64 * share), weights=fitted)._tables["back"]
-        for share in (0.1, 0.5, 0.9)
-    ]
-    assert (
-        all(
-            (b.swapaxes(1, 2) == w.astype(np.float32)).all()
-            for b, w in zip(backs, fitted["back"], strict=True)
-        )
-        and len(HORIZONS) == 3
-    )
 
 
 def test_refuses_weights(fitted):
@@ -635,37 +595,6 @@ def test_refuses_traces():
     ):
         with pytest.raises(OptionError, match="token by token"):
             fit_score(trace_of(wrong))
-
-
-def test_many_experts_are_compressed(monkeypatch):
-    """The features stay within their bound, and what comes out has the model's shape."""
-    monkeypatch.setattr(score, "MAX_FEATURES", 40)
-    monkeypatch.setattr(score, "MAX_VALUES", 4 * 16 * 512)
-    weights = fit_score(walk(2000), rank=8)
-    assert weights["project"].shape == (4, 8, 32) and weights["back"].shape == (3, 4, 16, 8)
-    trace, arena = walk(400, seed=1), MODEL.full_bytes // 2
-    lru, best = (simulate(trace, name, arena).hit_rate for name in ("lru", "belady"))
-    assert (simulate(trace, "score", arena, weights=weights).hit_rate - lru) / (best - lru) > 0.4
-
-
-@pytest.mark.perf
-def test_update_cost_with_weights():
-    """20 us for each event at 64 x 256 experts, with the bottleneck that such a model
-    gets.
-    """
-    rng, rank = np.random.default_rng(0), MAX_MATRIX // 512
-    shapes = {
-        "project": (64, rank, 512),
-        "back": (3, 64, 256, rank),
-        "mean": (64, 512),
-        "bias": (3, 64, 256),
-        "coef": (3, 64, 5),
-        "position": (3,),
-    }
-    weights = {
-        name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()
-    } | {"share": np.array([0.3, 0.6, 1.0])}
-    assert update_cost("score", weights=weights) < 20e-6
 
 
 def test_the_demo_models_weights_beat_the_generic_ones():

@@ -4,7 +4,6 @@ the demo model.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 
 import baselines  # noqa: F401  registers predictors that the package does not have
-from helpers.files import CODE, PROSE, SMALL_TRACE
+from helpers.files import CODE, PROSE
 from helpers.gate_events import random_recording
 from moeoff import Llama
 from moeoff.errors import OptionError
-from moeoff.measure.record import batch_size, record, sequences
+from moeoff.measure.record import record, sequences
 from moeoff.policies import (
     PREDICTORS,
     FitOptions,
@@ -26,15 +25,14 @@ from moeoff.policies import (
     edgemoe,
     fate,
     get_predictor,
-    promoe,
 )
 from moeoff.policies.base import top_k
-from moeoff.policies.edgemoe import PRIOR, PRIOR_ONE, PRIOR_TWO, fit_first, fit_pairs
+from moeoff.policies.edgemoe import PRIOR, PRIOR_ONE, PRIOR_TWO, fit_pairs
 from moeoff.policies.fate import shallow_boundary
 from moeoff.routing.event import GateEvent
 from moeoff.routing.recording import Recording
 from moeoff.routing.router import Router
-from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
+from moeoff.routing.trace import TensorInfo, TraceHeader
 
 TEXTS = [PROSE, CODE]
 HIDDEN = 64
@@ -249,12 +247,6 @@ def test_split_is_by_sequence(recording):
     assert not set(number[train]) & set(number[held])
 
 
-def test_batch_size_is_bounded():
-    assert batch_size(4096, 128) == 256
-    assert batch_size(150_000, 2048) * 150_000 * 4 <= 64 << 20
-    assert batch_size(10_000_000, 128) == 16
-
-
 def test_selections():
     scores = np.random.default_rng(1).normal(size=(6, 32)).astype(np.float32)
     order = np.argsort(-scores, axis=1)
@@ -318,19 +310,6 @@ def test_the_next_gate_is_fitted_layer_by_layer():
     assert get_predictor("gate").fit(bare) is None
     assert fate.ShallowFavoringARC.fit(bare) is None
     assert fate.ShallowFavoringARC.fit(replace(bare, input_tokens=np.arange(5))) is None
-
-
-@pytest.mark.parametrize("width", [8, promoe.COMPONENTS + 44])
-def test_features_have_mean_0_and_deviation_1(width):
-    rng = np.random.default_rng(0)
-    x = (
-        rng.normal(size=(400, width)) * rng.uniform(0.2, 5, width) + rng.uniform(-9, 9, width)
-    ).astype(np.float32)
-    fold, shift = promoe._features(x)
-    features = x @ fold.T - shift
-    assert features.shape == (400, min(width, promoe.COMPONENTS))
-    np.testing.assert_allclose(features.mean(axis=0), 0, atol=1e-3)
-    np.testing.assert_allclose(features.std(axis=0), 1, atol=1e-3)
 
 
 def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Recording:
@@ -458,23 +437,6 @@ def test_path_of_128_experts():
     )
 
 
-@pytest.mark.perf
-def test_a_wide_path_takes_no_longer_than_a_layer():
-    recording = wide()
-    sections = get_predictor("activation-path").fit(recording) | fit_pairs(recording)
-    predictor, events, best = (
-        get_predictor("activation-path")(recording.router, sections),
-        recording.events(0, 4),
-        float("inf"),
-    )
-    for _ in range(3):
-        started = time.perf_counter()
-        for event in events:
-            predictor.observe(event)
-        best = min(best, (time.perf_counter() - started) / len(events))
-    assert best < 1.5e-3
-
-
 def test_static_layers_are_known_from_the_token(recording):
     """EdgeMoE §3.1: a layer that routes by the token needs no prediction; it is asked
     for before the batch, and not predicted from the path.
@@ -498,41 +460,6 @@ def test_static_layers_are_known_from_the_token(recording):
         for q in predictor.observe(GateEvent(g, np.array([[0, 1]]), np.ones((1, 2), np.float32)))
     ]
     assert gates == [1, 2]
-
-
-def test_the_first_layer_begins_with_the_token(recording):
-    """What tokens chose in the first layer of other text predicts it better than the
-    token before does.
-    """
-    train, held = recording.split(0.2)
-    part, rest = recording.take(train), recording.take(held)
-    arrays = get_predictor("activation-path").fit(part) | fit_pairs(part)
-    plain, with_tokens = (
-        get_predictor("activation-path")(recording.router, a)
-        for a in (arrays, arrays | fit_first(part))
-    )
-    k, right = recording.router.n_used[0], {}
-    for name, predictor in (("plain", plain), ("tokens", with_tokens)):
-        hits = []
-        for t in range(rest.n_tokens):
-            if rest.starts[t]:
-                predictor.reset_sequence()
-                predictions = []
-            predictions = (
-                [*predictions, *predictor.begin(rest.tokens[t : t + 1])]
-                if rest.tokens[t] in with_tokens._first["first_tokens"]
-                else []
-            )
-            if predictions and not rest.starts[t]:
-                hits.append(len(set(top_k(predictions[-1].scores, k)[0]) & set(rest.ids[t, 0])) / k)
-            predictions = [
-                p
-                for event in rest.events(t, t + 1)
-                for p in predictor.observe(event)
-                if p.gate == 0
-            ]
-        right[name] = np.mean(hits)
-    assert right["tokens"] > right["plain"] + 0.1, right
 
 
 def test_path_learns_while_it_runs():
@@ -671,29 +598,6 @@ def test_what_they_are_worth(recording):
     assert recalls["eap"] > recalls["previous-token"] > popular > 1.3 * 4 / 32
 
 
-@pytest.mark.parametrize("name, expected", [("previous-token", 1181), ("activation-path", 1287)])
-def test_exact_counts(name, expected):
-    """Without a profile, on the checked-in trace: the selected experts that were among
-    the k best.
-    """
-    trace = Trace.read(SMALL_TRACE)
-    predictor, waiting, right = (
-        get_predictor(name)(Router([None] * 12, [4] * 12, n_experts=32)),
-        {},
-        0,
-    )
-    for event, start in zip(trace.events, trace.starts):
-        if start:
-            predictor.reset_sequence()
-            waiting.clear()
-        if event.gate in waiting:
-            # of equals the first, on any machine
-            best = np.argsort(-waiting.pop(event.gate)[0], kind="stable")[:4]
-            right += len(set(event.ids[0].tolist()) & set(best.tolist()))
-        waiting |= {p.gate: p.scores.copy() for p in predictor.observe(event)}
-    assert right == expected
-
-
 def test_learned_on_text_it_has_not_seen(recording, sections):
     """Better than the popular experts on the sequences left out, and as good as it
     says.
@@ -751,25 +655,6 @@ def test_learned_never_sees_the_tenth_that_it_is_judged_on():
         np.array_equal(first[name], second[name]) for name in first if not name.startswith("recall")
     )
     assert not np.array_equal(first["recall_1"], second["recall_1"])
-
-
-def test_learned_begins_as_the_router(recording, monkeypatch):
-    """Before it has learned anything its scores rank as the router's logits on the same
-    input; its input alone is what it reads.
-    """
-    monkeypatch.setattr(promoe, "EPOCHS", 1)
-    monkeypatch.setattr(promoe, "FINE_EPOCHS", 0)
-    monkeypatch.setattr(promoe, "RATE", 1e-12)
-    arrays = get_predictor("learned").fit(recording, FitOptions(hidden=HIDDEN))
-    held = recording.take(recording.split()[1])
-    learned, router = (
-        recall(p, held, range(held.n_tokens))[1:]
-        for p in (
-            get_predictor("learned")(recording.router, arrays),
-            get_predictor("gate")(recording.router),
-        )
-    )
-    assert learned.mean() > router.mean() - 0.06
 
 
 def test_learned_on_fewer_tokens_than_components():
