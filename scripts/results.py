@@ -100,7 +100,6 @@ OLDER = {
     "Its script was replaced; a new run takes the new one.": "cache-policies prediction",
     "Speed: the code changed since, and a new run needs an idle machine.": (
         "auto-lru gate-predictor kernels-deepseek-v2-lite kernels-gpt-oss-20b kernels-grown "
-        "kernels-grown-avx2 "
         "kernels-qwen3-30b-a3b limits-grown limits-qwen3 long-contexts long-contexts-16k "
         "long-contexts-deepseek long-contexts-gpt-oss long-contexts-xeon long-contexts-xeon-0 "
         "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
