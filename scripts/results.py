@@ -104,7 +104,7 @@ OLDER = {
         "long-contexts-deepseek long-contexts-gpt-oss long-contexts-xeon long-contexts-xeon-0 "
         "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
         "loss-live-400 real-deepseek real-flash real-gemma real-glm real-gpt-oss "
-        "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-4096 real-qwen3-budgets "
+        "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-budgets "
         "real-qwen36 rows server-1045 server-resident server-small server-turns store "
         "store-switches time time-qwen3"
     ),

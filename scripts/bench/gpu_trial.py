@@ -199,8 +199,9 @@ def bits(trial: Trial) -> dict[str, Any]:
 
 
 def transfers(trial: Trial) -> dict[str, Any]:
-    """Bytes per second to each device and back, from ordinary and from pinned memory,
-    in one piece and in pieces of an expert's size.
+    """Bytes per second to each device and back, from ordinary and from pinned memory:
+    copies that are waited for, in one piece and in pieces of a matrix; and to the device
+    queued copies of experts, by matrix, as three rows of one copy, and in one piece.
     """
     from moeoff.llamacpp.devices import devices
 
@@ -263,9 +264,53 @@ def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
             out[f"{kind} memory, {way} the device, {piece >> 20} MiB"] = (
                 rounds * size / (time.perf_counter() - started)
             )
+    for kind, source in sources.items():
+        out |= {
+            f"{kind} memory, to the device, queued: {name}": rate
+            for name, rate in _queued_rates(device, tensor, source, size).items()
+        }
     for one in filter(None, (buffer, pinned)):
         free(one)
     function("ggml_free", None, c_void_p)(context)
+    return out
+
+
+def _queued_rates(device: int, tensor: int, source: int, size: int) -> dict[str, float]:
+    """Return the rates of queued copies of experts of three matrices of 1 MiB, which are
+    4 KiB apart in memory and adjacent on the device. Every eight experts are waited for.
+    """
+    from ctypes import c_size_t, c_void_p
+
+    from moeoff.llamacpp._abi import function
+
+    places, matrix, expert = (c_void_p, c_void_p, c_void_p, c_size_t), 1 << 20, 4 << 20
+    copy = function("ggml_backend_tensor_set_async", None, *places, c_size_t)
+    rows = function("ggml_backend_tensor_set_2d_async", None, *places, *[c_size_t] * 4)
+    wait = function("ggml_backend_synchronize", None, c_void_p)
+    backend = function("ggml_backend_dev_init", c_void_p, c_void_p, c_void_p)(device, None)
+    step = matrix + 4096
+
+    def by_matrix(at: int) -> None:
+        for i in range(3):
+            copy(backend, tensor, source + at + i * step, at + i * matrix, matrix)
+
+    ways: dict[str, Callable[[int], None]] = {
+        "3 copies": by_matrix,
+        "1 copy of 3 rows": lambda at: rows(
+            backend, tensor, source + at, at, matrix, 3, matrix, step
+        ),
+        "1 copy": lambda at: copy(backend, tensor, source + at, at, 3 * matrix),
+    }
+    out = {}
+    for name, queue in ways.items():
+        n, started = 0, time.perf_counter()
+        while time.perf_counter() - started < 0.5:
+            for at in range(0, min(size, 8 * expert), expert):
+                queue(at)
+                n += 1
+            wait(backend)
+        out[name] = n * 3 * matrix / (time.perf_counter() - started)
+    function("ggml_backend_free", None, c_void_p)(backend)
     return out
 
 
