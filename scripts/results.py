@@ -99,8 +99,8 @@ OLDER = {
     ),
     "Its script was replaced; a new run takes the new one.": "cache-policies prediction",
     "Speed: the code changed since, and a new run needs an idle machine.": (
-        "auto-lru gate-predictor kernels-deepseek-v2-lite kernels-gpt-oss-20b kernels-grown "
-        "kernels-qwen3-30b-a3b limits-grown limits-qwen3 long-contexts long-contexts-16k "
+        "auto-lru gate-predictor kernels-deepseek-v2-lite "
+        "limits-grown limits-qwen3 long-contexts long-contexts-16k "
         "long-contexts-deepseek long-contexts-gpt-oss long-contexts-xeon long-contexts-xeon-0 "
         "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
         "loss-live-400 real-deepseek real-flash real-gemma real-glm real-gpt-oss "
@@ -497,9 +497,9 @@ def kernels_table(models: Mapping[str, str]) -> dict:
         cells = [by_contender(name, column)[name] for column in ("tok/s", "prompt tok/s")]
         note = rounds(n_rounds(read(name)) or ENOUGH)
         named = [group[contender] + note for group in cells for contender in contenders.values()]
-        rows.append([model, *named])
+        rows.append([model, *named, read(name)["date"]])
     return {
-        "columns": ["model", *contenders, *(f"prompt, {name}" for name in contenders)],
+        "columns": ["model", *contenders, *(f"prompt, {name}" for name in contenders), "date"],
         "rows": rows,
     }
 
