@@ -67,9 +67,10 @@ def simulate(
     """
     from ..policies.hobbit import MissCost
     from ..policies.replay import compare, gap_recovered, without_probs
+    from ..routing.route_trace import read_trace
     from ..routing.trace import Trace
 
-    trace = Trace.join([Trace.read(path) for path in traces])
+    trace = Trace.join([read_trace(path) for path in traces])
     trace = trace.decoded() if decoded else trace
     names = [name for item in strategy or ("auto",) for name in item.split(",")]
     arenas = [parse_size(size, trace.model.full_bytes) for size in memory or SIZES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import re
@@ -15,10 +16,21 @@ from ..system.memory import format_size
 from .event import GateEvent
 from .trace import TensorInfo, Trace, TraceHeader
 
-MAGIC = b"\x1f\x8b", b"# route_trace"  # gzip's, and that of plain text
+_MAGIC = b"\x1f\x8b", b"# route_trace"  # gzip's, and that of plain text
 _COLUMNS = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes"
 _ANSWER = 1  # phase
 _LONGEST = 256 << 20  # bytes of text
+
+
+def read_trace(path: StrPath) -> Trace:
+    """Read a trace of `run --trace`, or a route trace.
+
+    Raise OptionError if the file is unreadable, damaged or too large.
+    """
+    with contextlib.suppress(OSError), open_file(path) as raw:
+        if raw.read(16).startswith(_MAGIC):
+            return read_route_trace(path)
+    return Trace.read(path)
 
 
 def read_route_trace(path: StrPath) -> Trace:
@@ -28,7 +40,7 @@ def read_route_trace(path: StrPath) -> Trace:
     """
     try:
         with open_file(path) as raw:
-            compressed = raw.read(2) == MAGIC[0]
+            compressed = raw.read(2) == _MAGIC[0]
             raw.seek(0)
             text = (gzip.GzipFile(fileobj=raw) if compressed else raw).read(_LONGEST + 1)
         if len(text) > _LONGEST:

@@ -307,15 +307,10 @@ class Trace:
 
     @classmethod
     def read(cls, path: StrPath) -> Trace:
-        """Read a trace up to the first damaged record, or a route trace (`route_trace`).
+        """Read a trace up to the first damaged record.
 
         Raise OptionError if the file is no trace of this version or too large.
         """
-        from . import route_trace
-
-        with contextlib.suppress(OSError), open_file(path) as raw:
-            if raw.read(16).startswith(route_trace.MAGIC):
-                return route_trace.read_route_trace(path)
         events: list[GateEvent] = []
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
         with _opened(path) as (model, file):

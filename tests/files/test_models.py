@@ -32,7 +32,7 @@ from moeoff.errors import OptionError, WriteError
 from moeoff.gguf.file import ModelFile, unpack
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
-from moeoff.routing.trace import Trace
+from moeoff.routing.route_trace import read_trace
 from moeoff.system.memory import MIB
 from routing import PUBLISHED as PUBLISHED_TRACES
 from routing import heaviest, measure_answer, shape_answers, target_of
@@ -225,7 +225,7 @@ def test_layers_of_gemma_have_the_sizes_of_its_published_file():
     """Which a route trace tells, layer by layer: bytes of an expert, and of everything
     else.
     """
-    trace = Trace.read(PUBLISHED_TRACES["gemma-4-26b-a4b"])
+    trace = read_trace(PUBLISHED_TRACES["gemma-4-26b-a4b"])
     with gzip.open(PUBLISHED_TRACES["gemma-4-26b-a4b"], "rt") as file:
         told = [line for line in file if line.startswith("# layer=")]
     dense = [int(line.split("dense_bytes=")[1]) for line in told]
@@ -377,7 +377,7 @@ def test_answers_have_the_statistics_of_the_published_traces(name, within):
     qwen3-30b-a3b not quite reached.
     """
     ((_, trace, recall),) = shape_answers([name], None)
-    goal = Trace.read(PUBLISHED_TRACES[target_of(name)[0]])
+    goal = read_trace(PUBLISHED_TRACES[target_of(name)[0]])
     reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)
     assert reached.repeats == pytest.approx(published.repeats, abs=within)
     assert reached.lru == pytest.approx(published.lru, abs=within)

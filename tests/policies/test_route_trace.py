@@ -10,6 +10,7 @@ import pytest
 from moeoff import OptionError
 from moeoff.policies.replay import simulate
 from moeoff.routing.event import GateEvent
+from moeoff.routing.route_trace import read_trace
 from moeoff.routing.trace import TensorInfo, Trace, TraceHeader
 from routing import PUBLISHED, heaviest, measure_answer
 
@@ -46,7 +47,7 @@ def test_every_row_is_in_an_event(tmp_path):
     """Prompts in batches, and layers without experts have no gate."""
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(TEXT.encode()))
-    trace = Trace.read(path)
+    trace = read_trace(path)
     assert trace.model == TraceHeader(
         "Model-Q4_K_M.gguf", 2, (TensorInfo(0, 1, 0, 8, 5000), TensorInfo(1, 2, 0, 8, 4000))
     )
@@ -64,7 +65,7 @@ def test_every_row_is_in_an_event(tmp_path):
     assert [e.ids.tolist() for e in answer.events] == [[[0, 7]], [[6, 0]], [[7, 1]], [[3, 2]]]
     assert answer.starts.tolist() == [True, False, False, False]
     path.write_text(TEXT)  # not compressed
-    assert [e.ids.tolist() for e in Trace.read(path).events] == [
+    assert [e.ids.tolist() for e in read_trace(path).events] == [
         e.ids.tolist() for e in trace.events
     ]
 
@@ -86,7 +87,7 @@ def test_refuses_damaged_route_traces(tmp_path):
     for what, data in damaged.items():
         path.write_bytes(data)
         with pytest.raises(OptionError, match="a.csv: expected a route trace"):
-            print(what, Trace.read(path))
+            print(what, read_trace(path))
 
 
 # counted when the traces came in, by a program of its own: as the token before, LRU at
@@ -111,7 +112,7 @@ COUNTED = {
 @pytest.mark.slow  # tests of research scripts run in nightly
 @pytest.mark.parametrize("name", COUNTED)
 def test_published_traces_say_what_their_source_says(name):
-    trace = Trace.read(PUBLISHED[name])
+    trace = read_trace(PUBLISHED[name])
     repeats, lru, touched, weights = COUNTED[name]
     measured = measure_answer(trace)
     assert measured.repeats == pytest.approx(

@@ -376,7 +376,8 @@ def test_command(invoke, tmp_path):
     text = " ".join(invoke("simulate", str(tmp_path / "t")).stdout.split())
     assert (
         "of the gap" in text
-        and "auto: has only the selected experts' weights: the trace lacks the router's probabilities"
+        and "auto: has only the selected experts' weights: the trace lacks the router's"
+        " probabilities"
         in text
     )
     for arguments, message in (
