@@ -14,7 +14,6 @@ the copy answers the prompt of the published traces greedily.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,24 +23,24 @@ from typing import Any
 
 import click
 import numpy as np
-from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / name) for name in ("", "models", "papers")]
 
 import baselines  # noqa: F401  registers them
 from moeoff import Llama
-from moeoff.cli.main import main as moeoff_main
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.profile_fit import fit as fit_profile
 from moeoff.measure.record import record, recordable, sequences
 from moeoff.policies import PREDICTORS, FitOptions, get_predictor, policy_names
 from moeoff.policies.base import top_k
-from moeoff.policies.replay import simulate
+from moeoff.policies.replay import compare, simulate
 from moeoff.routing.event import GateEvent
 from moeoff.routing.recording import Recording
+from moeoff.routing.route_trace import read_trace
 from moeoff.routing.router import Router
 from moeoff.routing.trace import TensorInfo, Trace
+from moeoff.system.memory import parse_size
 from results import HELP, ResultsFile
 from shape_model import ANSWER, NEAREST, SHAPES, shape_model
 
@@ -256,16 +255,18 @@ def hits(
     traces: Sequence[str], strategy: str, memory: str, decoded: bool, json_file: str | None
 ) -> None:
     """Write a table of hit rates for each trace, as `moeoff simulate` replays it."""
-    options = [f"--memory={size}" for size in memory.split(",")] + ["--decoded"] * decoded
+    sizes, names = memory.split(","), strategy.split(",")
     with ResultsFile(json_file) as results:
         for path in traces:
-            command = ["simulate", path, "--strategy", strategy, *options, "--json"]
-            replays = json.loads(CliRunner().invoke(moeoff_main, command).stdout)["results"]
-            title = f"{Path(path).name}, {replays[0]['tokens']:,} tokens: hit rate %"
-            sizes = [size.replace("%", " %") for size in memory.split(",")]
-            table = results.table(Path(path).name.split(".")[0], title, ["strategy", *sizes])
-            for name in dict.fromkeys(row["strategy"] for row in replays):
-                rates = (row["hit_rate"] for row in replays if row["strategy"] == name)
+            trace = read_trace(path)
+            trace = trace.decoded() if decoded else trace
+            arenas = [parse_size(size, trace.model.full_bytes) for size in sizes]
+            replays = compare(trace, names, arenas)
+            title = f"{Path(path).name}, {trace.n_tokens:,} tokens: hit rate %"
+            columns = ["strategy", *(size.replace("%", " %") for size in sizes)]
+            table = results.table(Path(path).name.split(".")[0], title, columns)
+            for name in dict.fromkeys(replay.policy for replay in replays):
+                rates = (replay.hit_rate for replay in replays if replay.policy == name)
                 table.row(name, *(f"{100 * rate:.1f}" for rate in rates))
 
 
@@ -292,7 +293,7 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
                 table.row(name, "reached", *cells(measure_answer(trace), next_recall))
                 table.row("", "wanted", repeats, "", "", "", told_recall, "", "")
                 continue
-            goal = Trace.read(PUBLISHED[source])
+            goal = read_trace(PUBLISHED[source])
             table.row(
                 name,
                 "reached",

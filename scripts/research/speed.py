@@ -73,10 +73,8 @@ TIMEOUT = 900.0  # seconds of a run
 PEAK, SHARE = "peak_rss_bytes", "resident_share"  # of a process, at its end
 RIVAL = "BigMoeOnEdge"
 RIVAL_OPTIONS = "--overlap --io-threads 4 --dense-weights anon"  # lossless, as its pages advise
-RIVAL_LANES, RIVAL_PROCESS = (
-    4,
-    16 << 20,
-)  # of RIVAL_OPTIONS; bytes beside weights, KV cache and computing
+RIVAL_LANES = 4  # of RIVAL_OPTIONS
+RIVAL_PROCESS = 16 << 20  # bytes beside weights, KV cache and computing
 PLAIN_MAP = "stock, memory map, plain kernels"
 THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
