@@ -93,7 +93,9 @@ def _row(result: Measurement, index: int, memory: int, note: str) -> Row:
         "device_hit_rate": figures.get("device_hit_rate") if options.get("vram") else None,
         "stall_share": figures.get("stall_share"),
         "disk_mb_s": disk / 1e6 if disk else None,
-        "ceiling_share": ceiling_share(samples, disk) if disk and "low" in figures else None,
+        "ceiling_share": (
+            ceiling_share(samples, disk) if "stall_share" in figures and disk else None
+        ),
         "cpu_ms_per_token": figures.get("cpu_ms_per_token"),
         "driver_ms_per_token": figures.get("driver_ms_per_token"),
         "arena": opened.get("cache_bytes"),

@@ -120,8 +120,17 @@ def drop_files(job: Job) -> list[str]:
 
 
 # options passed on to stock llama.cpp
-_SHARED = "n_threads n_threads_batch n_batch n_ubatch type_k type_v flash_attn".split()
-_SHARED += ["n_gpu_layers", "n_ctx"]
+_SHARED = (
+    "n_threads",
+    "n_threads_batch",
+    "n_batch",
+    "n_ubatch",
+    "type_k",
+    "type_v",
+    "flash_attn",
+    "n_gpu_layers",
+    "n_ctx",
+)
 STOCK_SECONDS = 300.0  # time limit of a test: a token takes seconds where stock thrashes
 _STOCK_TIMEOUT = 900.0  # seconds
 _OWN_LIMIT = 1.1  # a limit of this process's cgroup up to 1.1x suffices
