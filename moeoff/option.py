@@ -159,7 +159,7 @@ class Option:
         return [self.server] if not self.metavar else [self.server, self.spell(value)]
 
 
-def option(
+def option_field(
     *flags: str, commands: str = "", default: Any = None, server: str | bool = "", **line: Any
 ) -> Any:
     """Return a dataclass field with an `Option` of these attributes.

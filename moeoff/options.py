@@ -26,7 +26,7 @@ from .option import (
     integer,
     number,
     one_of,
-    option,
+    option_field,
     parse_switch,
     read,
     table_of,
@@ -213,20 +213,20 @@ _MEASURE = "run serve eval calibrate"
 _TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
 _SWITCH: dict[str, Any] = {"metavar": "on|off", "parse": parse_switch, "choices": ("on", "off")}
 # One function for each heading
-_expert = functools.partial(option, group="Experts", commands=_RUN_EVAL)
+_expert = functools.partial(option_field, group="Experts", commands=_RUN_EVAL)
 _context = functools.partial(
-    option,
+    option_field,
     group="Context and batches",
     commands=f"{_RUN_EVAL} inspect bench",
     llama=True,
     server=True,
 )
-_gpu = functools.partial(option, group="GPU", commands=_MEASURE)
+_gpu = functools.partial(option_field, group="GPU", commands=_MEASURE)
 _positions = functools.partial(
-    option, group="Positions", commands=_MEASURE, llama=True, server=True
+    option_field, group="Positions", commands=_MEASURE, llama=True, server=True
 )
-_sampling = functools.partial(option, group="Sampling", commands="run", server=True)
-_server = functools.partial(option, group="Server", commands="serve", server=True)
+_sampling = functools.partial(option_field, group="Sampling", commands="run", server=True)
+_server = functools.partial(option_field, group="Server", commands="serve", server=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,28 +252,28 @@ class Config:
 
     # fmt: off
     model_path: str
-    memory: int | None = option(
+    memory: int | None = option_field(
         "--memory", metavar="SIZE", parse=parse_size, commands=f"{_MEASURE} inspect bench",
         help="Memory limit of the whole process, e.g. 6G, 700MiB or 80%. Default: 80% of "
              "available memory, lowered while other programs need memory.",
     )
-    max_loss: float | None = option(
+    max_loss: float | None = option_field(
         "--max-loss", metavar="PERCENT", parse=parse_loss, commands=f"{_RUN_EVAL} bench",
         help="Allowed increase of perplexity for speed, e.g. 1%, as measured by calibrate "
              "--max-loss. Default: lossless.",
     )
-    n_ctx: int | None = option(
+    n_ctx: int | None = option_field(
         "-c", "--ctx-size", metavar="N", parse=_n_ctx, commands=f"{_OPEN} inspect bench",
         llama=True,
         help="Context length in tokens, rounded up to a multiple of 256; 0: the model's trained "
              "length. Default: the same, at most 4096 (serve: for each answer).",
     )
-    n_threads: int | None = option(
+    n_threads: int | None = option_field(
         "-t", "--threads", metavar="N", parse=integer(1), unset=0,
         commands=f"{_MEASURE} inspect bench", llama=True, server=True,
         help="Compute threads. Default: every core this process may use.",
     )
-    n_gpu_layers: int = option(
+    n_gpu_layers: int = option_field(
         "-ngl", "--gpu-layers", "--n-gpu-layers", metavar="N", parse=_layers, default=0,
         commands=f"{_MEASURE} inspect bench", llama=True, server=True,
         help="Layers whose dense part is on the GPU; -1 or all: all, the default of run and serve "
@@ -460,13 +460,13 @@ class Config:
         help="YaRN: low correction dimension. Default: the model's.",
     )
 
-    numa: str | None = option(
+    numa: str | None = option_field(
         "--numa", metavar="STRATEGY", **_numbered(_NUMA_STRATEGIES), unset=0, llama=True,
         server=True, group="Machine", commands=_MEASURE,
         help="Placement of threads on several NUMA nodes, by llama.cpp: distribute, isolate or "
              "numactl.",
     )
-    verbose: bool = option(
+    verbose: bool = option_field(
         "-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine",
         help="Show llama.cpp's log.",
     )

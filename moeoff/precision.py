@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import OptionError
-from .option import number, option, read, table_of
+from .option import number, option_field, read, table_of
 
 LOWEST, INT4 = "lowest", "int4"  # names for the tier of fewest bits and that of about four
 LOW_SHARE = 0.05  # of the experts' memory; measured by scripts/research
@@ -49,28 +49,28 @@ class Precision:
         OptionError: A value is out of range, or low precision has no tier.
     """
 
-    t1: float = option(
+    t1: float = option_field(
         "--t1",
         metavar="S",
         default=1.0,
         help="Read uncached experts whose unimportance is above S in low precision (HOBBIT's T1).",
         **_THRESHOLD,
     )
-    t2: float = option(
+    t2: float = option_field(
         "--t2",
         metavar="S",
         default=1.0,
         help="Skip uncached experts whose unimportance is above S (HOBBIT's T2).",
         **_THRESHOLD,
     )
-    prefill_low_fraction: float = option(
+    prefill_low_fraction: float = option_field(
         "--prefill-low-fraction",
         metavar="P",
         default=0.0,
         **_THRESHOLD,
         help="Read this share of a prompt's experts, the least used, in low precision (Fate's p).",
     )
-    low_tier: str | None = option(
+    low_tier: str | None = option_field(
         "--low-tier",
         metavar="NAME",
         help="The low precision: a tier of the sidecar, e.g. Q2_K, or int4 or lowest.",
@@ -78,13 +78,13 @@ class Precision:
     )
     low_share: float = LOW_SHARE
     resident: float = 0.0
-    mispredicted_low: bool = option(
+    mispredicted_low: bool = option_field(
         "--mispredicted-low",
         default=False,
         **_RULE,
         help="Read only mispredicted experts in low precision (Fate §5.3).",
     )
-    tau: float = option(
+    tau: float = option_field(
         "--tau",
         metavar="W",
         default=0.0,
@@ -94,7 +94,7 @@ class Precision:
         ),
         **_THRESHOLD,
     )
-    weigh_prompts: bool = option(
+    weigh_prompts: bool = option_field(
         "--weigh-prompts",
         default=False,
         **_RULE,

@@ -19,8 +19,8 @@ from .micro_batch import DEFAULT_UBATCH, LEAST, SIZES, SMALLEST, choose_within
 from .plan import CELLS, RESERVE, MemoryPlan, expected_bytes
 
 _UNMAPPED = 14 * MIB  # unmapped libraries of a run, which plans include
-PROBE_SECONDS = 2.0
-SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
+INSPECT_SECONDS = 2.0
+TABLE_SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 _FILLED = 128  # tokens of a short conversation; the rest of the context is lent to experts
 _OVERHEAD = 1.1  # of products: other operations, waking threads, driver, reads
 _HIDDEN = 0.5  # maximum share of reading hidden behind other experts' computation
@@ -183,7 +183,7 @@ def examine(
     ctx_size: int | None = None,
     memory: int | None = None,
     probe_disk: bool = True,
-    seconds: float = PROBE_SECONDS,
+    seconds: float = INSPECT_SECONDS,
     keywords: Mapping[str, Any] | None = None,
 ) -> Report:
     """Return everything `moeoff inspect` shows.
@@ -218,7 +218,9 @@ def examine(
         )
         return speed(read, disk.bytes_per_second, computing) if disk and computing else None
 
-    budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
+    budgets = [plan.floor] + [
+        math.ceil(plan.fixed + share * plan.arena_full) for share in TABLE_SHARES
+    ]
     rows: list[MemoryOption] = []
     for bound in sorted(
         {-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor}

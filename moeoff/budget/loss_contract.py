@@ -21,8 +21,8 @@ from ..system.arrays import Layout, WrongArrays, require_arrays
 from .plan import expected_bytes
 
 SECTION = "precision"
-DEFAULT_SHARE = 0.5  # of experts taken as resident if a run must not depend on memory
-VERSION = 3  # of the section; up to 2 with thresholds on sums of weights
+DEFAULT_RESIDENT = 0.5  # of experts taken as resident if a run must not depend on memory
+CONTRACT_VERSION = 3  # of the section; up to 2 with thresholds on sums of weights
 _NEGLIGIBLE_READS = 0.01  # share of a token's experts; below it the least lossy is best
 
 
@@ -143,7 +143,7 @@ class LossContract:
             rows
             | {name: np.array(getattr(self, name)) for name in _FACTS}
             | hashes
-            | {"version": np.array(VERSION)}
+            | {"version": np.array(CONTRACT_VERSION)}
         )
 
     @classmethod
@@ -153,7 +153,7 @@ class LossContract:
             "version" not in s
             or s["version"].shape
             or s["version"].dtype.kind not in "iu"
-            or int(s["version"]) != VERSION
+            or int(s["version"]) != CONTRACT_VERSION
         ):
             raise LookupError("version")
         require_arrays(s, _LAYOUT)

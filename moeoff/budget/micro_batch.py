@@ -60,7 +60,7 @@ class MicroBatch:
     reason: str
 
 
-def choose(
+def choose_micro_batch(
     n_ctx: int,
     room: int,
     expert_bytes: int,
@@ -151,7 +151,7 @@ def choose_within(
             return planned.computing * n // n_tokens
         return planned_at(n).computing
 
-    return choose(
+    return choose_micro_batch(
         planned.n_ctx,
         room,
         planned.arena_full,

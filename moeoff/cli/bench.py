@@ -216,7 +216,7 @@ def bench(
     combination runs in its own process.
     """
     from ..measure.job import BenchTest
-    from ..measure.rows import FORMATS
+    from ..measure.rows import OUTPUT_FORMATS
 
     for size in options["memory"]:
         remark_on_memory(parse_size(size))
@@ -238,7 +238,7 @@ def bench(
             measured = measured or any(row["avg_ts"] is not None for row in rows)
             yield rows
 
-    for text in FORMATS[output](configurations(), varied):
+    for text in OUTPUT_FORMATS[output](configurations(), varied):
         print(text, end="", flush=True)
     if not measured:
         sys.exit(1)
@@ -270,10 +270,10 @@ def _grids(
     **options: Any,
 ) -> list[Grid]:
     from ..gguf.model_index import ModelIndex
-    from ..measure.job import Job, read_text
+    from ..measure.job import Job, read_text_or_default
     from ..measure.run import Grid
 
-    read_text(text)  # an unreadable file fails before any run
+    read_text_or_default(text)  # an unreadable file fails before any run
     largest = max(test.depth + test.n_tokens for test in tests)
     if n_ctx is not None and n_ctx < largest:
         raise OptionError(

@@ -22,7 +22,7 @@ from .options import command, input_files, model_argument, option, remark_on_con
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
     from ..measure.precision_search import SearchResult
-    from ..measure.statistics import Quality
+    from ..measure.statistics import QualityMetrics
 
 _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 # options that not every kind of calibration has
@@ -452,5 +452,5 @@ def eval_(
     note(f"{speed} | {stats.precision_summary}" if stats.precision_summary else speed)
 
 
-def _fields(quality: Quality) -> dict[str, Any]:
+def _fields(quality: QualityMetrics) -> dict[str, Any]:
     return {name: value for name, value in asdict(quality).items() if value is not None}

@@ -135,9 +135,9 @@ def run(
     if model and " " in model and not os.path.exists(model):
         raise OptionError(f"{model}: no such file; give a prompt with -p")
     if hf_repo:
-        from ..gguf.hub import parse
+        from ..gguf.hub import parse_repository
 
-        parse(hf_repo)  # a bad name fails first
+        parse_repository(hf_repo)  # a bad name fails first
     if system is not None and system_file is not None:
         raise OptionError("give -sys or -sysf, not both")
     system = read_text(system_file).removesuffix("\n") if system_file is not None else system

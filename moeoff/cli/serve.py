@@ -192,7 +192,7 @@ def _serve_models(
     import asyncio
 
     from ..gguf.local_models import LocalModel, local_models
-    from ..server.router import Router, with_experts
+    from ..server.router import ModelRouter, with_experts
     from ..server.server import open_warning
 
     for flag in _ONE_MODEL:
@@ -219,7 +219,7 @@ def _serve_models(
         note(text)
 
     async def main() -> None:
-        router = Router(models, {"args": line, **options}, note, on_request)
+        router = ModelRouter(models, {"args": line, **options}, note, on_request)
         try:
             urls = await router.listen(host, port)
             unmap_files()  # what reading the options has brought

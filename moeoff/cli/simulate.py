@@ -12,7 +12,7 @@ from ..system.console import progress_bar, wrapped
 from ..system.memory import format_size, parse_size
 from .options import JSON_OPTION, ValueList, command, option, table_options
 
-SIZES = ("10%", "25%", "50%", "75%", "90%")
+DEFAULT_SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 
 @command()
@@ -73,7 +73,7 @@ def simulate(
     trace = Trace.join([read_trace(path) for path in traces])
     trace = trace.decoded() if decoded else trace
     names = [name for item in strategy or ("auto",) for name in item.split(",")]
-    arenas = [parse_size(size, trace.model.full_bytes) for size in memory or SIZES]
+    arenas = [parse_size(size, trace.model.full_bytes) for size in memory or DEFAULT_SIZES]
     without = without_probs(trace, names)
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:

@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-BLOCK = 4  # tokens per block
+BLOCK_TOKENS = 4  # tokens per block
 ORDER = (False, True, True, False) * 4
 ROUND = 4  # blocks of a round, both ways in each; a round may decide
 EARLY_STOP_SIGMA = 3.0  # difference in standard errors that ends a test early
@@ -31,7 +31,9 @@ class ABTest:
         left: Tokens until the next test; 0 during one.
     """
 
-    def __init__(self, block: int = BLOCK, skip: int = SKIP, hopeless: float = math.inf) -> None:
+    def __init__(
+        self, block: int = BLOCK_TOKENS, skip: int = SKIP, hopeless: float = math.inf
+    ) -> None:
         self._n_block, self._skip, self._hopeless = block, skip, hopeless
         self.gain: float | None = None
         self._last: bool | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..budget.loss_contract import DEFAULT_SHARE, LossContract, SelectedPrecision
+from ..budget.loss_contract import DEFAULT_RESIDENT, LossContract, SelectedPrecision
 from ..experts.profile import Profile
 from ..experts.sidecar import ORIGINAL, ExpertSource
 from ..gguf.model_index import ModelIndex
@@ -66,7 +66,8 @@ class Quality:
             self._contract = LossContract.find(model_index, profile, self.source, config.max_loss)
             # reproducible results cannot depend on memory
             self.selected = self._contract.select(
-                config.max_loss, DEFAULT_SHARE if config.deterministic else resident_share(budget)
+                config.max_loss,
+                DEFAULT_RESIDENT if config.deterministic else resident_share(budget),
             )
             self.precision, self.source = (
                 self.selected.precision,

@@ -28,11 +28,11 @@ _STUCK = 10.0
 _ROUNDING = 64
 # resolution of a prompt's weight: smaller differences move no experts
 _HALVES = 2
-VERSION = 1  # of the file format
+WARM_VERSION = 1  # of the file format
 
 
 def _entry(model_index: ModelIndex) -> CacheEntry:
-    return CacheEntry("warm.npz", version=VERSION, model=model_index.identity)
+    return CacheEntry("warm.npz", version=WARM_VERSION, model=model_index.identity)
 
 
 def save(buffer: ExpertBuffer, model_index: ModelIndex) -> None:

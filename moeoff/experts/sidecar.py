@@ -25,6 +25,7 @@ from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan, model_stem, p
 from ..gguf.quantize import row_bytes, type_from_name
 from ..llamacpp import native
 from ..precision import INT4, LOWEST
+from ..system.memory import MIB
 
 FORMAT_VERSION = 2
 ALIGNMENT = 4096  # bytes, of every slice, as direct I/O reads whole pages
@@ -39,8 +40,6 @@ MOST_SLICES = 1 << 19  # without a model; the largest models have 70,000 per tie
 
 
 Data = bytes | bytearray | memoryview | np.ndarray
-
-MIB = 1 << 20  # hash64 can continue at multiples of it
 _PIECE = 4 * MIB  # bytes per read
 
 

@@ -12,7 +12,6 @@ from ..gguf.model_index import ModelBytes, ModelIndex
 from ..system.machine import n_cores
 from .sidecar import Sidecar, hash_range, slice_name
 
-_SHOWN = 5  # damaged slices that a message names
 _SHOWN = 5  # damaged slices in a message
 
 

@@ -22,7 +22,7 @@ _QUANT = re.compile(
 )
 
 
-def parse(spec: str) -> tuple[str, str | None]:
+def parse_repository(spec: str) -> tuple[str, str | None]:
     """Split "ORG/REPO[:QUANT]" into repository and quant, or raise OptionError."""
     repo, _, quant = spec.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or (":" in spec and not quant):
@@ -36,7 +36,7 @@ def quant_of(file: str) -> str | None:
     return match and match.group(1).upper()
 
 
-def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
+def choose_files(files: Iterable[str], quant: str | None = None) -> list[str]:
     """Choose the files to fetch, the one to load first, or raise ModelError."""
     models = sorted(
         f
@@ -75,7 +75,7 @@ def download(spec: str) -> str:
         OptionError: huggingface_hub is not installed, or the option is malformed.
         ModelError: The repository or file does not exist or cannot be reached.
     """
-    repo, quant = parse(spec)
+    repo, quant = parse_repository(spec)
     try:
         import huggingface_hub
     except ImportError:
@@ -90,7 +90,7 @@ def download(spec: str) -> str:
     except Exception as error:  # its type depends on version and transport
         return _cached(huggingface_hub, repo, quant, error)
     try:
-        chosen = choose(files, quant)
+        chosen = choose_files(files, quant)
     except ModelError as error:
         raise ModelError(f"-hf {repo}: {error}") from None
     try:
@@ -104,7 +104,7 @@ def _cached(huggingface_hub: ModuleType, repo: str, quant: str | None, reason: E
     try:
         folder = huggingface_hub.snapshot_download(repo, local_files_only=True)
         files = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
-        return os.path.join(folder, choose(files, quant)[0])
+        return os.path.join(folder, choose_files(files, quant)[0])
     except Exception:
         why = f"cannot be reached, and is not in the cache: {_first_line(reason)}"
         raise ModelError(f"-hf {repo}: {why}") from None

@@ -35,7 +35,7 @@ from ..policies.edgemoe import by_importance
 from ..routing.event import GateEvent
 from .job import default_texts
 from .perplexity import Reference, Window, evaluate, open_model, read_windows
-from .statistics import Estimate, Quality
+from .statistics import Estimate, QualityMetrics
 
 Expert = tuple[int, int]  # layer, expert
 # default types for rows of whole blocks of 256, and for other rows
@@ -59,8 +59,8 @@ class BitsPlan:
     low: tuple[Expert, ...]
     n_experts: int
     n_bytes: int
-    quality: Quality
-    uniform: dict[str, tuple[int, Quality]]
+    quality: QualityMetrics
+    uniform: dict[str, tuple[int, QualityMetrics]]
     importance: dict[Expert, float]
 
     def to_json(self) -> str:
@@ -127,7 +127,7 @@ class Planner:
         self._measure, self._text, self._ctx, self._tokens = measure, text, ctx, tokens
         self._report = progress or (lambda stage, n, total: None)
         self._options = options
-        self._uniform: dict[str, tuple[int, Quality]] = {}
+        self._uniform: dict[str, tuple[int, QualityMetrics]] = {}
         self._importance: dict[str, dict[Expert, float]] = {}
         self._stack = contextlib.ExitStack()
 
@@ -172,7 +172,7 @@ class Planner:
     def __exit__(self, *_exc: object) -> None:
         self._stack.close()
 
-    def quality(self, default: str, others: dict[Expert, str] = {}) -> Quality:  # noqa: B006
+    def quality(self, default: str, others: dict[Expert, str] = {}) -> QualityMetrics:  # noqa: B006
         """Evaluate experts in tier `default`, or in those of `others`."""
         composite = CompositeSidecar(self.sidecar, default, others)
         with open_model(
@@ -204,12 +204,14 @@ class Planner:
                 out[layer, expert] += high.nbytes - low.nbytes
         return out
 
-    def uniform(self) -> dict[str, tuple[int, Quality]]:
+    def uniform(self) -> dict[str, tuple[int, QualityMetrics]]:
         """Return bytes and quality with all experts in one type, by type, largest
         first.
         """
         if not self._uniform:
-            lossless = Quality(0, 0, 0, 0, Estimate(0, 0, 0), Estimate(0, 0, 0), Estimate(1, 1, 1))
+            lossless = QualityMetrics(
+                0, 0, 0, 0, Estimate(0, 0, 0), Estimate(0, 0, 0), Estimate(1, 1, 1)
+            )
             uniform = {ORIGINAL: (self.n_bytes(ORIGINAL), lossless)}
             for i, name in enumerate(self.types):
                 self._report("types", i, len(self.types))

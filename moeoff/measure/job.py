@@ -216,7 +216,7 @@ def default_texts(text: Sequence[str | os.PathLike[str]]) -> Iterator[list[str]]
         yield [str(data), path]
 
 
-def read_text(path: str | os.PathLike[str] | None) -> str:
+def read_text_or_default(path: str | os.PathLike[str] | None) -> str:
     """Return the text of a file, or the default one.
 
     Raises:

@@ -29,10 +29,10 @@ from ..option import table_of
 from ..precision import Precision
 from ..system.files import Closing, read_text
 from ..system.memory import format_size, trim
-from .statistics import Quality, Scores, divergence, log_probs
+from .statistics import QualityMetrics, Scores, divergence, log_probs
 
 N_BATCH = 512  # micro-batch size in tokens, as in llama-perplexity
-MODES = ("prefill", "decode", "simulated")
+EVAL_MODES = ("prefill", "decode", "simulated")
 _CHUNK = 1 << 18  # logits processed at once: about 1 MB for each temporary
 _FLOOR = -1e4  # lowest stored log-probability, for tokens a model excludes
 
@@ -235,8 +235,8 @@ def _run(
         sink: Callback with window, row, logits [n, n_vocab] and next tokens [n].
     """
     n_ctx = len(windows[0].tokens)
-    if mode not in MODES:
-        raise OptionError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if mode not in EVAL_MODES:
+        raise OptionError(f"mode: expected one of {', '.join(EVAL_MODES)}, got {mode!r}")
     if n_ctx > llm.n_ctx():
         raise OptionError(f"windows of {n_ctx} tokens exceed the context of {llm.n_ctx()}")
     first, last, n_vocab = n_ctx // 2 if n_prompt is None else n_prompt, n_ctx - 1, llm.n_vocab()
@@ -297,8 +297,8 @@ class Evaluation:
         bytes_read: Bytes of experts read.
     """
 
-    quality: Quality
-    texts: tuple[Quality, ...]
+    quality: QualityMetrics
+    texts: tuple[QualityMetrics, ...]
     precision: Precision
     stats: Stats
     n_tokens: int

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from ..budget.loss_contract import DEFAULT_SHARE, SECTION, Candidate, LossContract
+from ..budget.loss_contract import DEFAULT_RESIDENT, SECTION, Candidate, LossContract
 from ..engine.llama import Llama
 from ..errors import OptionError
 from ..experts.profile import Profile, profile_output
@@ -51,13 +51,13 @@ from .perplexity import Reference, Window, evaluate, n_scored, open_model, read_
 from .recorded_routing import RecordedRouting
 from .statistics import Distance, Estimate, Scores, log_probs, one_sided, spread, upper_loss
 
-SHARES = (0.1, 0.25, 0.5, 0.75)  # simulated resident shares
+RESIDENT_SHARES = (0.1, 0.25, 0.5, 0.75)  # simulated resident shares
 STEP = 1.12  # least ratio of consecutive τ
 # share of the limit's divergence that the first τ of a share aims at
 START = 0.7
 # quantiles of the weights: the τ tried with nothing resident on a few windows
 QUANTILES = (0.15, 0.4, 0.65)
-SAMPLE = 4  # windows for estimates without an interval
+SAMPLE_WINDOWS = 4  # windows for estimates without an interval
 OPENING = 32  # given tokens of own text
 OWN_TOKENS = 8192  # tokens of own text, time permitting
 MOST_OWN_TOKENS = 4 * OWN_TOKENS
@@ -65,7 +65,7 @@ SEARCHING = 0.75  # share of the time for the search; the rest is for own text
 PASSES = 2.5  # planned passes over all windows per share
 MIN_WINDOWS = 8
 CTX = 512
-PROMPT = 64  # prompt tokens of a window, the memory of a simulated cache
+PROMPT_TOKENS = 64  # prompt tokens of a window, the memory of a simulated cache
 _NOTHING = 1e-9  # resident share of an empty simulated cache
 _SPREAD = 1.3  # spread of windows' means, in errors of independent tokens
 
@@ -221,7 +221,7 @@ class RuleEvaluator:
     def divergence(self, reference: Reference, tau: float) -> float:
         """Return mean KL(lossless || this) of the first windows, nothing resident."""
         self._llm.engine.quality.use(Precision(tau=tau, resident=_NOTHING))
-        sample = self.windows[:SAMPLE]
+        sample = self.windows[:SAMPLE_WINDOWS]
         progress = self._stage(f"nothing resident: τ {tau:.3g}", len(sample))
         scores = evaluate(
             self._llm,
@@ -383,7 +383,7 @@ def search_tau(
         until: Time of `time.monotonic` at which to end. The first τ of each share may
             run until the evaluator's deadline.
     """
-    by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in SHARES}
+    by_share: dict[float, list[MeasuredCandidate]] = {share: [] for share in RESIDENT_SHARES}
     with contextlib.suppress(OutOfTimeError):
         _search_tau(evaluator, reference, max_loss, until, by_share)
     return list(by_share.values())
@@ -409,7 +409,7 @@ def _search_tau(
     growth = DivergenceModel(
         points, math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once
     )
-    unfinished = list(SHARES)
+    unfinished = list(RESIDENT_SHARES)
     while unfinished:
         bold_enough = 0.0  # a τ that holds with fewer resident holds
         for share, candidates in by_share.items():
@@ -459,7 +459,7 @@ def keep_on_own_text(
         for candidates in remaining
         if (held := [c for c in candidates if c.upper_loss <= max_loss])
     ]:
-        c = next((c for c in boldest if c.resident == DEFAULT_SHARE), boldest[-1])
+        c = next((c for c in boldest if c.resident == DEFAULT_RESIDENT), boldest[-1])
         own = evaluator.own_text_loss(c, least, most, until)
         if own is None:
             return list(itertools.chain(*remaining)) if is_validated else []
@@ -543,14 +543,14 @@ def search_precision(
         # fail before the work if the profile is another model's
         Profile.read(path, model_index, room=room)
     ctx = min(CTX, model_index.n_ctx_train or CTX)
-    n_prompt = min(PROMPT, ctx // 2)
+    n_prompt = min(PROMPT_TOKENS, ctx // 2)
     how = {
         "experts": sidecar or False,
         "deterministic": True,
         "precision": Precision(tau=_NOTHING, resident=1.0),
     } | options
     n_searches = 2 if tiers else 1
-    at_once = len(SHARES) * n_searches + len(tiers)
+    at_once = len(RESIDENT_SHARES) * n_searches + len(tiers)
     windows: Sequence[Window] = ()
     measured: list[MeasuredCandidate] = []
 
@@ -597,7 +597,7 @@ def search_precision(
 
     with default_texts(text) as files, contextlib.ExitStack() as stack:
         with opened(ORIGINAL, files, None) as evaluator:
-            end = until(SEARCHING / (1 + len(tiers) + n_searches * len(SHARES) * PASSES))
+            end = until(SEARCHING / (1 + len(tiers) + n_searches * len(RESIDENT_SHARES) * PASSES))
             try:
                 reference = stack.enter_context(evaluator.reference(end, MIN_WINDOWS))
             except OutOfTimeError:

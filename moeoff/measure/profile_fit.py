@@ -22,7 +22,7 @@ from ..policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Pre
 from ..policies.base import top_k
 from ..policies.promoe import COMPONENTS
 from ..policies.replay import simulate
-from ..policies.strategy import fits
+from ..policies.strategy import profile_sections
 from ..routing.recording import Recording
 from ..routing.router import Router
 from ..routing.trace import Trace
@@ -43,7 +43,7 @@ _FITS = 192 << 20
 HIDDEN_SHARE = 0.02  # share of a token's arithmetic for the learned predictor
 # units per expert; the least is what training needs, even if it costs more
 HIDDEN_FACTORS = (2, 4, 8)
-Section = dict[str, np.ndarray]
+SectionArrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def calibrate(
             of its own.
     """
     started = time.monotonic()
-    fits()  # fail before the work if two fits have the same section
+    profile_sections()  # fail before the work if two fits have the same section
     model_index = ModelIndex.read(model)
     model_index.require_text()
     path = os.fspath(output) if output is not None else profile_output(model_index)
@@ -162,7 +162,9 @@ def calibrate(
         "fit": checkpoint.key,
     }
     # also delete those of an earlier calibration
-    left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}
+    left_out: dict[str, SectionArrays] = {
+        name: {} for name in profile_sections() if only is None or name in only
+    }
     Profile.write(path, model_index, left_out | sections, info)
     checkpoint.remove()
     gate, boundary = sections.get("gate"), sections.get("shallow")
@@ -248,7 +250,7 @@ def fit(
     only: Collection[str] | None = None,
     warn: Callable[[str], None] | None = None,
     compare: bool = True,
-) -> dict[str, Section]:
+) -> dict[str, SectionArrays]:
     """Fit `fits`, or those in `only`, to a recording, or to the first tokens that
     memory allows.
 
@@ -265,7 +267,7 @@ def fit(
         recording = recording.part(
             0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH)
         )
-    sections: dict[str, Section] = {}
+    sections: dict[str, SectionArrays] = {}
     # the first registered part of a section decides, as for the fit
     policies = {
         own.name: policy
@@ -281,8 +283,10 @@ def fit(
     }.values()
     predicts = {section.name for predictor in predictors for section in predictor.sections}
     cut, end = _held_out(recording) if compare else (0, 0)
-    names = [name for name in fits() if only is None or name in only]
-    for number, (name, learn) in enumerate(((name, fits()[name].fit) for name in names), 1):
+    names = [name for name in profile_sections() if only is None or name in only]
+    for number, (name, learn) in enumerate(
+        ((name, profile_sections()[name].fit) for name in names), 1
+    ):
         policy = policies.get(name) if cut < end else None
         source = (
             recording.part(0, cut)
@@ -354,7 +358,9 @@ def _held_out(recording: Recording) -> tuple[int, int]:
     return (cut, min(end, cut + _MOST_HELD)) if end - cut >= _LEAST_HELD else (end, end)
 
 
-def _helps(policy: type[Policy], arrays: Section, trace: Trace, replay: Callable[..., Any]) -> bool:
+def _helps(
+    policy: type[Policy], arrays: SectionArrays, trace: Trace, replay: Callable[..., Any]
+) -> bool:
     """Return True if a policy reads less with learned options, over all sizes."""
     logs = 0.0
     for share in _COMPARED:
@@ -369,7 +375,7 @@ def _helps(policy: type[Policy], arrays: Section, trace: Trace, replay: Callable
 
 
 def _useless(
-    predictor: type[Predictor], sections: Mapping[str, Section], held: Recording
+    predictor: type[Predictor], sections: Mapping[str, SectionArrays], held: Recording
 ) -> list[str]:
     """Return the sections with which a predictor is no better on these tokens."""
     first, *more = (section.name for section in predictor.sections)

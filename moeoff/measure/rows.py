@@ -297,7 +297,7 @@ def as_markdown(configurations: Configurations, varied: Collection[str] = ()) ->
     yield "\n" + "".join(wrapped(note, "    ") + "\n" for note in notes)
 
 
-FORMATS = {"md": as_markdown, "csv": as_csv, "json": as_json}
+OUTPUT_FORMATS = {"md": as_markdown, "csv": as_csv, "json": as_json}
 
 
 def _title(row: Row) -> str:

@@ -91,23 +91,23 @@ class Scores:
     same_top: np.ndarray | None = None
     bytes_read: int = 0
 
-    def quality(self, windows: slice = slice(None)) -> Quality:
+    def quality(self, windows: slice = slice(None)) -> QualityMetrics:
         """Summarize windows, by default all."""
         nll = self.nll[windows]
         perplexity = math.exp(nll.mean())
         error = perplexity * float(nll.std()) / math.sqrt(nll.size - 1)
         if self.reference_nll is None or self.kl is None or self.same_top is None:
-            return Quality(len(nll), nll.size, perplexity, error)
+            return QualityMetrics(len(nll), nll.size, perplexity, error)
         loss = Estimate.mean(nll - self.reference_nll[windows]).map(math.expm1)
         kl, top1 = (
             Estimate.mean(self.kl[windows]),
             Estimate.mean(self.same_top[windows]).map(lambda share: min(max(share, 0.0), 1.0)),
         )
-        return Quality(len(nll), nll.size, perplexity, error, loss, kl, top1)
+        return QualityMetrics(len(nll), nll.size, perplexity, error, loss, kl, top1)
 
 
 class Distance(NamedTuple):
-    """Fields of `Quality`."""
+    """Fields of `QualityMetrics`."""
 
     loss: Estimate
     kl: Estimate
@@ -115,7 +115,7 @@ class Distance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Quality:
+class QualityMetrics:
     """A model's quality on a text. loss, kl and top1 are None without a reference.
 
     Attributes:

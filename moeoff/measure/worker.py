@@ -25,7 +25,7 @@ from ..errors import MoeoffError
 from ..gguf.model_index import EXPERT_PATTERN, ModelIndex
 from ..system.disk import IO_THREADS, DiskRate, probe
 from ..system.memory import peak_rss
-from .job import MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
+from .job import MOEOFF, BenchTest, Job, Sample, TokenStream, read_text_or_default
 
 if TYPE_CHECKING:
     from ..engine.buffer import ExpertBuffer
@@ -71,7 +71,7 @@ def work(job: Job, emit: Emit) -> None:
     engine = _Engine(job)
     opened = engine.facts() | {"n_ctx": engine.llm.n_ctx()}
     emit("opened", seconds=time.perf_counter() - started, **opened)
-    stream = TokenStream(engine.llm, read_text(job.text), engine.llm.adds_bos())
+    stream = TokenStream(engine.llm, read_text_or_default(job.text), engine.llm.adds_bos())
     ended = threading.Event()
     if job.tells:
         threading.Thread(target=_emit_progress, args=(engine, emit, ended), daemon=True).start()

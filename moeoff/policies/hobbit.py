@@ -362,7 +362,7 @@ class Hobbit(GroupedPolicy):
         self._tokens = 1
 
 
-NAMES = ("lru", "lfu", "lhu", "fld")  # weights' names
+WEIGHT_NAMES = ("lru", "lfu", "lhu", "fld")  # weights' names
 MAX_EVENTS = 6_144
 SHARES = (0.25, 0.5, 0.75)  # resident shares
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
@@ -408,7 +408,7 @@ def fit_weights(
             product = 1.0
             for share in shares:
                 arena = max(int(trace.model.full_bytes * share), trace.model.arena_floor)
-                options: dict[str, Any] = dict(zip(NAMES, key, strict=True))
+                options: dict[str, Any] = dict(zip(WEIGHT_NAMES, key, strict=True))
                 product *= (
                     replay(part, "hobbit", arena, cost=cost, actual=True, **options).miss_penalty
                     + 1e-9
@@ -416,11 +416,11 @@ def fit_weights(
             known[key] = product
         return known[key]
 
-    best = tuple(Hobbit.defaults[name] for name in NAMES)
+    best = tuple(Hobbit.defaults[name] for name in WEIGHT_NAMES)
     improved = True
     while improved:
         improved = False
-        for i in range(len(NAMES)):
+        for i in range(len(WEIGHT_NAMES)):
             now = best[i] or min(w for w in best if w > 0)
             for factor in (*FACTORS, 1.0):
                 if time.monotonic() > until:
@@ -429,7 +429,7 @@ def fit_weights(
                 if sum(tried) > 0 and penalty(tried) < penalty(best) * (1 - 1e-4):
                     best, improved = tried, True
     total = sum(best)
-    return {name: round(w / total, 4) for name, w in zip(NAMES, best, strict=True)}
+    return {name: round(w / total, 4) for name, w in zip(WEIGHT_NAMES, best, strict=True)}
 
 
 HOBBIT = register(

@@ -30,8 +30,8 @@ from .fate import CrossLayerGate
 from .strategy import Strategy, register
 
 MAX_BYTES = 256 << 20  # limit of the shipped weights' file
-NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
-FLOOR = 1e-4  # least argument of the logarithm
+ARRAY_NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
+LOG_FLOOR = 1e-4  # least argument of the logarithm
 STATE_RATE = 0.15  # rate of the bottleneck's running mean
 PROB_RATES = (0.1, 0.02)
 USE_RATES = (0.3, 0.05, 0.01)
@@ -68,7 +68,7 @@ class Score(Policy):
         are too few, or no probabilities.
         """
         n, e = recording.model.n_gates, recording.model.n_experts
-        tokens = MAX_EVENTS // n
+        tokens = MAX_FIT_EVENTS // n
         if options.room is not None:
             tokens = min(
                 tokens, max(options.room - FIXED_BYTES, 0) // (n * (EVENT_BYTES + VALUE_BYTES * e))
@@ -109,7 +109,7 @@ class Score(Policy):
                 "state": w["mean"].copy(),
             }
         self._native = native.Score(
-            floor=FLOOR,
+            floor=LOG_FLOOR,
             state_rate=STATE_RATE,
             n_gates=n,
             n_experts=e,
@@ -220,7 +220,7 @@ def load_weights(
             "share": ("f", ("horizons",)),
         },
     )
-    weights = {name: np.asarray(arrays[name], np.float32) for name in NAMES}
+    weights = {name: np.asarray(arrays[name], np.float32) for name in ARRAY_NAMES}
     weights["origin"] = np.einsum("grx,gx->r", weights["project"], weights["mean"])
     # in the order of multiplication
     weights |= {
@@ -242,7 +242,7 @@ BLOCK = 256  # tokens; every fifth block is held out to choose alpha
 MAX_VALUES = 16 << 20
 MAX_FEATURES = 1024
 MIN_TOKENS = 64
-MAX_EVENTS = 200_000  # limit for a recording
+MAX_FIT_EVENTS = 200_000  # limit for a recording
 # memory as measured: bytes per event, per probability while fitting (24), and constant
 EVENT_BYTES, VALUE_BYTES, FIXED_BYTES = 500, 32, 72 << 20
 
@@ -341,7 +341,7 @@ def fit_score(
     rank = rank or max(min(RANK, MAX_MATRIX // (2 * e)), 8)
     state = np.empty((n, t, 2 * e), np.float32)
     for g in range(n):
-        state[g, :, :e] = np.log(probs[g] + FLOOR)
+        state[g, :, :e] = np.log(probs[g] + LOG_FLOOR)
         state[g, :, e:] = running_mean(state[g, :, :e], STATE_RATE, state[g, :, :e].mean(axis=0))
     mean = state.mean(axis=1)
     state -= mean[:, None]

@@ -166,7 +166,7 @@ def get_strategy(name: str | Strategy) -> Strategy:
     )
 
 
-def fits() -> dict[str, Section]:
+def profile_sections() -> dict[str, Section]:
     """Return the profile sections of all registered policies and predictors, by name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Router`: one address for several models, of which one at a time is open.
+"""`ModelRouter`: one address for several models, of which one at a time is open.
 
 Each model runs in a `ServerProcess` on a Unix socket. The router opens the model that a
 request names, and forwards the request. Before it acts on a request for another model,
@@ -59,7 +59,7 @@ class _Open:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Router:
+class ModelRouter:
     """A server of several models, one at a time.
 
     Args:

@@ -54,7 +54,7 @@ from .library import (
 )
 from .log import ErrorPipe, first_error
 from .prompts_on_disk import EvictedPrompt, PromptsOnDisk, StoredPrompt, folder, identity
-from .sizes import PARALLEL, ContextSize, PromptMemory, choose
+from .sizes import PARALLEL, ContextSize, PromptMemory, choose_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -297,7 +297,7 @@ class Server:
                 unified=options.kv_unified,
             )
 
-        return choose(planned, usual, options.parallel, budget.process)
+        return choose_sizes(planned, usual, options.parallel, budget.process)
 
     # --- life ---
 

@@ -37,7 +37,7 @@ class ContextSize:
     remark: str | None = None
 
 
-def choose(
+def choose_sizes(
     planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: int | None, budget: int
 ) -> ContextSize:
     """Choose the default context length, or one for half of the memory left.

@@ -28,7 +28,7 @@ from moeoff.cli.options import command, input_files, model_argument, option, tab
 from moeoff.engine.llama import Llama
 from moeoff.engine.stats import Stats
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.measure.job import Sample, TokenStream, default_text, read_text
+from moeoff.measure.job import Sample, TokenStream, default_text, read_text_or_default
 from moeoff.measure.rows import ceiling_share, model_facts
 from moeoff.measure.worker import disk_rate
 from moeoff.policies.replay import simulate
@@ -92,7 +92,7 @@ def record(
     """
     model_index = ModelIndex.read(model)
     model_index.require_text()
-    words = None if text is None else read_text(text)
+    words = None if text is None else read_text_or_default(text)
     options = {"n_ctx": context_for(model_index, n_prompt + n_decode)} | options
     with tempfile.TemporaryDirectory(prefix="moeoff-report-") as folder:
         path = os.path.join(folder, "session.trace")

@@ -15,7 +15,7 @@ from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.processes import own_process
 from helpers.waiting import wait_until_still
 from moeoff.engine.buffer import READ_DTYPE
-from moeoff.engine.comparison import BLOCK, ORDER, ABTest
+from moeoff.engine.comparison import BLOCK_TOKENS, ORDER, ABTest
 from moeoff.engine.driver import Driver, PolicyUpdates
 from moeoff.engine.prefetcher import PredictionMeter, Prefetcher, PrefetchPrecision, WeightEstimate
 from moeoff.engine.stats import Stats
@@ -223,7 +223,7 @@ def test_ab_tested_strategies_report_what_they_found(demo, monkeypatch, times):
         demo, expert_memory=share(demo, 0.3), strategy="auto", n_ctx=512, n_threads=2
     ) as llm:
         llm.eval(PROMPT[:4])
-        for token in range(BLOCK * len(ORDER) + 40):
+        for token in range(BLOCK_TOKENS * len(ORDER) + 40):
             llm.eval([100 + token])
         llm.engine.buffer.drain()
         before = llm.stats()
@@ -743,7 +743,7 @@ def test_each_number_of_tokens_is_compared_by_itself():
 
     step(1, 1000)
     one = prefetcher.ab_test
-    for _ in range(BLOCK * len(ORDER) + 1):
+    for _ in range(BLOCK_TOKENS * len(ORDER) + 1):
         step(4, 4000)
     four = prefetcher.ab_test
     assert four is not one and four.gain is not None and one.gain is None

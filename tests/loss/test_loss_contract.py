@@ -57,10 +57,10 @@ def smaller():
     """A search of fewer steps, which writes no text of its own."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "SHARES": (0.25, 0.5),
+            "RESIDENT_SHARES": (0.25, 0.5),
             "STEP": 1.3,
             "QUANTILES": (0.2, 0.5),
-            "SAMPLE": 2,
+            "SAMPLE_WINDOWS": 2,
             "OWN_TOKENS": 512,
             "MOST_OWN_TOKENS": 512,
         }.items():
@@ -244,7 +244,7 @@ def test_searched_tau(measured, text):
     model, result = measured
     rules = {
         share: [c for c in result.measured if c.tier == "original" and c.resident == share]
-        for share in precision_search.SHARES
+        for share in precision_search.RESIDENT_SHARES
     }
     boldest = [0.0]
     for of_share in rules.values():
@@ -268,11 +268,11 @@ def test_searched_tau(measured, text):
         windows = read_windows(llm, [text], ctx, result.contract.n_windows)
         llm.engine.quality.use(Precision())
         with Reference.record(
-            llm, windows, "simulated", n_prompt=precision_search.PROMPT
+            llm, windows, "simulated", n_prompt=precision_search.PROMPT_TOKENS
         ) as reference:
             llm.engine.quality.use(best.precision)
             quality = evaluate(
-                llm, windows, reference, mode="simulated", n_prompt=precision_search.PROMPT
+                llm, windows, reference, mode="simulated", n_prompt=precision_search.PROMPT_TOKENS
             ).quality()
     assert (quality.loss.value, quality.kl.value) == pytest.approx((best.loss, best.kl), abs=1e-6)
 

@@ -18,7 +18,7 @@ from moeoff.budget.micro_batch import (
     DEFAULT_UBATCH,
     SIZES,
     PromptRates,
-    choose,
+    choose_micro_batch,
     recall_rates,
     remember_rates,
 )
@@ -38,12 +38,12 @@ def buffers(n: int) -> int:
 
 
 def test_usual_until_something_is_measured():
-    assert choose(4096, 6 * GIB, 16 * GIB, buffers, None).n_tokens == DEFAULT_UBATCH
-    assert choose(300, 6 * GIB, 16 * GIB, buffers, None).n_tokens == 300
+    assert choose_micro_batch(4096, 6 * GIB, 16 * GIB, buffers, None).n_tokens == DEFAULT_UBATCH
+    assert choose_micro_batch(300, 6 * GIB, 16 * GIB, buffers, None).n_tokens == 300
 
 
 def test_larger_where_the_disk_is_the_limit():
-    choice = choose(8192, 6 * GIB, 16 * GIB, buffers, FAST)
+    choice = choose_micro_batch(8192, 6 * GIB, 16 * GIB, buffers, FAST)
     assert choice.n_tokens == 4096
     assert "in pieces of 512" in choice.reason
 
@@ -54,20 +54,20 @@ def test_larger_where_the_disk_is_the_limit():
     ids=["computing is the limit", "all experts stay"],
 )
 def test_usual_where_the_disk_is_not_the_limit(room, rates):
-    assert choose(8192, room, 16 * GIB, buffers, rates).n_tokens == DEFAULT_UBATCH
+    assert choose_micro_batch(8192, room, 16 * GIB, buffers, rates).n_tokens == DEFAULT_UBATCH
 
 
 def test_buffers_leave_the_experts_most_of_the_memory():
     for room in (GIB // 4, GIB // 16, GIB // 64):
         for rates in (None, FAST):
-            n = choose(8192, room, 16 * GIB, buffers, rates).n_tokens
+            n = choose_micro_batch(8192, room, 16 * GIB, buffers, rates).n_tokens
             assert n == SIZES[0] or buffers(n) <= room / 8
 
 
 def test_a_larger_one_needs_room_for_a_layer():
     """Its parts use the experts of a layer one after the other."""
     rooms = {
-        n: choose(8192, 6 * GIB, 16 * GIB, buffers, FAST, layer_bytes=n * GIB).n_tokens
+        n: choose_micro_batch(8192, 6 * GIB, 16 * GIB, buffers, FAST, layer_bytes=n * GIB).n_tokens
         for n in (5, 6)
     }
     assert rooms == {5: 4096, 6: DEFAULT_UBATCH}
@@ -75,7 +75,7 @@ def test_a_larger_one_needs_room_for_a_layer():
 
 def test_a_larger_one_may_take_more_where_its_buffers_are_lent():
     rooms = {
-        share: choose(8192, GIB, 16 * GIB, buffers, FAST, largest_share=share).n_tokens
+        share: choose_micro_batch(8192, GIB, 16 * GIB, buffers, FAST, largest_share=share).n_tokens
         for share in (1 / 8, 1 / 3)
     }
     assert rooms == {1 / 8: 1024, 1 / 3: 2048}
@@ -90,7 +90,9 @@ def test_a_larger_one_may_take_more_where_its_buffers_are_lent():
 )
 def test_never_slower_than_the_usual_one(n_ctx, room, expert_bytes, token_seconds, rate):
     rates = PromptRates(token_seconds, rate)
-    usual, chosen = (choose(n_ctx, room, expert_bytes, buffers, r).n_tokens for r in (None, rates))
+    usual, chosen = (
+        choose_micro_batch(n_ctx, room, expert_bytes, buffers, r).n_tokens for r in (None, rates)
+    )
     assert usual <= chosen <= max(n_ctx, SIZES[0])
     n_prompt = min(n_ctx, 4096)
 

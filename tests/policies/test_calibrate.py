@@ -39,7 +39,7 @@ from moeoff.policies import (
 )
 from moeoff.policies.base import Section
 from moeoff.policies.fate import CrossLayerGate
-from moeoff.policies.strategy import fits
+from moeoff.policies.strategy import profile_sections
 from moeoff.routing.router import SOFTMAX, Router
 
 
@@ -156,7 +156,7 @@ class TestFitsOfUsers:
             lambda stage, n, total: stages.append((stage, n, total)),
             only=["gate", "mine"],
         )
-        assert set(sections) == {"gate", "mine"} < set(fits())
+        assert set(sections) == {"gate", "mine"} < set(profile_sections())
         assert sections["mine"]["seed"] == [7] and any(
             re.fullmatch(r"fitting mine \(\d+ of \d+\)", stage) for stage, *_ in stages
         )
@@ -179,7 +179,7 @@ class TestFitsOfUsers:
 
     def test_may_share_the_fit_of_its_base(self):
         moeoff.register(type("Other", (CrossLayerGate,), {"name": "mine"}))
-        assert fits()["gate"] is CrossLayerGate.sections[0]
+        assert profile_sections()["gate"] is CrossLayerGate.sections[0]
 
 
 def test_a_users_policy_takes_its_sections(calibrated):
@@ -325,7 +325,7 @@ def test_little_text_warns_of_nothing(demo, tmp_path):
         tokens=512,
         n_threads=1,
         hidden=16,
-        only=set(fits()) - {"score", "hobbit"},
+        only=set(profile_sections()) - {"score", "hobbit"},
     )
     assert "learned" in result.sections and result.recall > 0.3
 

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.files import COMMAND
 from moeoff.errors import ModelError, OptionError
-from moeoff.gguf.hub import choose, parse
+from moeoff.gguf.hub import choose_files, parse_repository
 
 FILES = """README.md config.json imatrix.gguf mmproj-F16.gguf Qwen3-30B-A3B-BF16-00002-of-00002.gguf Qwen3-30B-A3B-BF16-00001-of-00002.gguf
 Qwen3-30B-A3B-Q4_K_M.gguf Qwen3-30B-A3B-Q4_K_S.gguf Qwen3-30B-A3B-IQ4_XS.gguf Qwen3-30B-A3B-UD-Q4_K_XL.gguf
@@ -42,11 +42,11 @@ Q8_0/Qwen3-30B-A3B-Q8_0-00002-of-00002.gguf Q8_0/Qwen3-30B-A3B-Q8_0-00001-of-000
     ],
 )
 def test_choice(quant, expected):
-    assert choose(FILES, quant) == expected
+    assert choose_files(FILES, quant) == expected
 
 
 def test_choice_without_the_default_quant():
-    assert choose(["mmproj-a.gguf", "b-Q8_0.gguf", "a-Q5_K_M.gguf"]) == ["a-Q5_K_M.gguf"]
+    assert choose_files(["mmproj-a.gguf", "b-Q8_0.gguf", "a-Q5_K_M.gguf"]) == ["a-Q5_K_M.gguf"]
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_choice_without_the_default_quant():
 )
 def test_no_choice(files, quant, words):
     with pytest.raises(ModelError, match=words):
-        choose(files, quant)
+        choose_files(files, quant)
 
 
 def test_spec():
-    assert parse("ggml-org/some.Model_1-GGUF") == ("ggml-org/some.Model_1-GGUF", None)
-    assert parse("a/b:q8_0") == ("a/b", "q8_0")
+    assert parse_repository("ggml-org/some.Model_1-GGUF") == ("ggml-org/some.Model_1-GGUF", None)
+    assert parse_repository("a/b:q8_0") == ("a/b", "q8_0")
     for wrong in ("model", "a/b/c", "a/b:", "", "https://a/b", "a/"):
         with pytest.raises(OptionError, match="expected ORG/REPO"):
-            parse(wrong)
+            parse_repository(wrong)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ from moeoff.budget.dry_load import dry_load
 from moeoff.budget.plan import RESERVE, MemoryPlan
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
-from moeoff.server.sizes import PromptMemory, choose
+from moeoff.server.sizes import PromptMemory, choose_sizes
 from moeoff.system.memory import MIB
 
 # bytes of a token, of each answer's own state, and of all but state and experts
@@ -43,7 +43,7 @@ def plan(n_ctx: int, n: int) -> MemoryPlan:
     (-10, None, (256, 1)),  # refused then, with the numbers
 ])  # fmt: skip
 def test_half_of_what_is_left(left, n_parallel, expected):
-    chosen = choose(plan, 4096, n_parallel, OTHERS + left * MIB)
+    chosen = choose_sizes(plan, 4096, n_parallel, OTHERS + left * MIB)
     assert (chosen.n_ctx, chosen.n_parallel) == expected
     assert (chosen.remark is None) == (expected[0] == 16384)
 
@@ -61,7 +61,7 @@ def test_what_is_chosen_was_planned_once_and_fits(left, n_parallel):
         return replace(plan(n_ctx, n), compute=n_ctx * (TOKEN // 8))
 
     budget = OTHERS + left * MIB
-    chosen = choose(planned, 4096, n_parallel, budget)
+    chosen = choose_sizes(planned, 4096, n_parallel, budget)
     assert (chosen.n_ctx, chosen.n_parallel) in asked and len(asked) == len(set(asked))
     last = planned(chosen.n_ctx, chosen.n_parallel)
     assert chosen.n_ctx == 256 or last.state <= (budget - (last.fixed - last.state)) / 2
