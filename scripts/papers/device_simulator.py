@@ -80,6 +80,8 @@ class Execution:
             tokens name them, or by their numbers.
         cooperative: the processor computes with what is absent, beside the device
             (HOBBIT §4); sent is what is predicted alone.
+        predict_us: from a router's input to what is predicted from it, beside computing
+            (ProMoE §4.2: 200).
     """
 
     eager: bool = True
@@ -87,6 +89,7 @@ class Execution:
     chunked: bool = True
     order: str = POPULAR
     cooperative: bool = False
+    predict_us: float = 0.0
 
     def arranged(self, event: GateEvent) -> np.ndarray:
         """[n] the selected experts, each once."""
@@ -254,6 +257,7 @@ class DeviceBuffer:
         self._used_at = np.zeros(n, np.int64)
         self._copies: set[int] = set()  # on the device
         self._jobs: dict[int, list[Part]] = {DEMAND: [], PREFETCH: []}
+        self._ready: dict[Part, int] = {}  # when what is queued ahead was predicted
         self._begun: dict[Part, int] = {}  # pieces that have been sent
         self._sent: tuple[Part, int, int] | None = None  # start, end
         self.rooms: list[int] | None = None
@@ -341,6 +345,7 @@ class DeviceBuffer:
             elif not any((i, low) in jobs for jobs in self._jobs.values()):
                 if (n_read is None or place < n_read) and (limit < 0 or n_queued + n_each <= limit):
                     self._jobs[PREFETCH].append((i, low))
+                    self._ready[i, low] = self.now + round(1000 * self._execution.predict_us)
                     self._keeps[i] |= not low
                     n_queued += n_each
         self.counts["prefetched"] += n_queued
@@ -494,8 +499,16 @@ class DeviceBuffer:
         )
 
     def _until(self, t: int) -> None:
-        while self._sent is not None and self._sent[2] <= t:
-            self._finish_read()
+        while True:
+            if self._sent is not None and self._sent[2] <= t:
+                self._finish_read()
+                continue
+            ready = [self._ready[part] for part in self._jobs[PREFETCH]]
+            later = [at for at in ready if self.now < at <= t]
+            if self._sent is not None or not later:
+                break
+            self.now = min(later)
+            self._start()
         self.now = max(self.now, t)
 
     def _finish_read(self) -> int:
@@ -539,6 +552,8 @@ class DeviceBuffer:
             return
         for level in (DEMAND, PREFETCH):
             for part in self._jobs[level]:
+                if level == PREFETCH and self._ready[part] > self.now:
+                    continue
                 if part in self._begun or part[1] or self._make_room(part[0], level == DEMAND):
                     self._begun.setdefault(part, 0)
                     self.sent["ahead"] += level == PREFETCH

@@ -96,6 +96,10 @@ FATE = replace(SERIAL, reordered=PROMPTS, order=POPULAR)
 EDGEMOE = Execution(eager=True, reordered=NEVER, chunked=False)
 HOBBIT = Execution(eager=True, reordered=NEVER, chunked=False)
 AHEAD = {"options": {"stride": 2}, "bounded": False}  # of ProMoE's parts
+IN_TURN = replace(SERIAL, predict_us=200)  # ProMoE §4.2
+SHIPPED = "moeoff"
+# lossless ones, by machine
+BESIDE = {"Fate": "Fate, lossless", "HOBBIT": "HOBBIT, lossless", "ProMoE": "ProMoE"}
 STEP = "a miss is sent when its expert is computed, in the experts' order"
 CONTENDERS = {
     "LoD": Contender("keeps no expert, sends each when it is routed to (§5.1)", "on-demand", "-", execution=NAMED),
@@ -123,11 +127,12 @@ CONTENDERS = {
     "llama.cpp, both sides": Contender("layers on the GPU, the others on the CPU (§4)", "lru", "-", {}, replace(HOBBIT, cooperative=True), whole_layers=True),
     "static": Contender("a fixed set of experts (§7.1)", "static", f"{STEP}; what is loaded goes first", {}, SERIAL),
     "LRU": Contender("LRU in each layer, no prefetching: `base` (§7.3)", "lru", STEP, {}, SERIAL, True),
-    "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "-", AHEAD, SERIAL, True),
-    "+ chunked prefetch": Contender("in three chunks (§5.1)", "lru+learned", "-", AHEAD, replace(SERIAL, chunked=True), True),
+    "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "-", AHEAD, IN_TURN, True),
+    "+ chunked prefetch": Contender("in three chunks (§5.1)", "lru+learned", "-", AHEAD, replace(IN_TURN, chunked=True), True),
     "+ early preemption": Contender("misses are sent when the gate has chosen (§5.2)", "lru+learned", "-", AHEAD,
-                                    Execution(reordered=NEVER, order=BY_ID), True),
-    "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "-", AHEAD, Execution(order=BY_ID), True),
+                                    Execution(reordered=NEVER, order=BY_ID, predict_us=200), True),
+    "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "-", AHEAD, Execution(order=BY_ID, predict_us=200), True),
+    SHIPPED: Contender("none: the default of `moeoff run`", "auto", "always predicts", {}),
 }  # fmt: skip
 
 
@@ -796,6 +801,7 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
         for paper, of_rows in counted.items():  # a measurement beside two figures counts once
             outcomes = [verdicts.counted(verdict) for verdict in of_rows.values()]
             table.row(paper, *(str(outcomes.count(kind)) for kind in kinds))
+        shipped(results, runs)
         contenders(results, runs)
         announce("losses")
         table = results.table(
@@ -812,6 +818,20 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
 
 def named(part: type[StrategyPart] | None, none: str = "none") -> str:
     return none if part is None else part.name
+
+
+def shipped(results: ResultsFile, runs: Runs) -> None:
+    """The default of `moeoff run` beside each paper's lossless system, on its machine."""
+    title = "Decode with moeoff's default: times the paper's lossless system, and times LRU"
+    columns = ["", "share", "times the paper's system", "times LRU"]
+    table = results.table("shipped", title, columns)
+    for on, system in BESIDE.items():
+        for share in MACHINES[on].shares:
+            ours, theirs, lru = (
+                [r.tps for r in runs.of(name, on, share)] for name in (SHIPPED, system, "LRU")
+            )
+            ratios = (verdicts.text(verdicts.ratio(ours, tps)) for tps in (theirs, lru))
+            table.row(system, f"{share:.0%}", *ratios)
 
 
 def contenders(results: ResultsFile, runs: Runs) -> None:

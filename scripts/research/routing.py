@@ -250,21 +250,28 @@ def main() -> None:
 @click.option("--strategy", default=",".join(policy_names()), help="Default: every policy.")
 @click.option("--memory", default="6%,12%,18%,24%,36%", show_default=True)
 @click.option("--decoded", is_flag=True, help="As of `moeoff simulate`.")
+@click.option("--mixed", "mixes", is_flag=True, help="Also pieces of the traces in turn.")
 @JSON
 def hits(
-    traces: Sequence[str], strategy: str, memory: str, decoded: bool, json_file: str | None
+    traces: Sequence[str],
+    strategy: str,
+    memory: str,
+    decoded: bool,
+    mixes: bool,
+    json_file: str | None,
 ) -> None:
     """Write a table of hit rates for each trace, as `moeoff simulate` replays it."""
     sizes, names = memory.split(","), strategy.split(",")
+    texts = {Path(path).name.split(".")[0]: read_trace(path) for path in traces}
+    texts = {name: trace.decoded() if decoded else trace for name, trace in texts.items()}
+    texts |= {"mixed": mixed(list(texts.values()))} if mixes else {}
     with ResultsFile(json_file) as results:
-        for path in traces:
-            trace = read_trace(path)
-            trace = trace.decoded() if decoded else trace
+        for text, trace in texts.items():
             arenas = [parse_size(size, trace.model.full_bytes) for size in sizes]
             replays = compare(trace, names, arenas)
-            title = f"{Path(path).name}, {trace.n_tokens:,} tokens: hit rate %"
+            title = f"{text}, {trace.n_tokens:,} tokens: hit rate %"
             columns = ["strategy", *(size.replace("%", " %") for size in sizes)]
-            table = results.table(Path(path).name.split(".")[0], title, columns)
+            table = results.table(text, title, columns)
             for name in dict.fromkeys(replay.policy for replay in replays):
                 rates = (replay.hit_rate for replay in replays if replay.policy == name)
                 table.row(name, *(f"{100 * rate:.1f}" for rate in rates))

@@ -310,6 +310,18 @@ def test_a_devices_prefetch_by_hand():
     assert buffer.prefetch(1, [3], limit=0) == 0
 
 
+@pytest.mark.parametrize("predict_ns", [0, 500, LAYER // 2])
+def test_a_prediction_takes_time(predict_ns):
+    """A prefetch is sent so much later, if the link is idle until then."""
+    execution = Execution(predict_us=predict_ns / 1000)
+    buffer = DeviceBuffer(ONE, SPEEDS, 4 * 5000, execution=execution)
+    took(buffer, (0, 0))
+    buffer.prefetch(1, [2])
+    assert took(buffer, (0, 0)) == [DEVICE + LAYER]
+    left = LINK - (DEVICE + LAYER - predict_ns)
+    assert took(buffer, (1, 2)) == [left + DEVICE + LAYER]
+
+
 TWO_STEPS = Execution(eager=False, reordered=NEVER, chunked=False)
 # two matrices: two pieces an expert
 WIDE = TraceHeader(
