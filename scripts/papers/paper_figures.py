@@ -22,7 +22,7 @@ from moeoff.policies.base import recall, top_k
 from moeoff.policies.fate import CrossLayerGate, proportional_boundary
 from moeoff.policies.hobbit import (
     LOW_COST,
-    NAMES,
+    WEIGHT_NAMES,
     T1,
     T2,
     MissCost,
@@ -542,7 +542,7 @@ def hobbit_18(d: Data) -> tuple[str, str]:
     quarter in low, nothing if it is skipped.
     """
     cost = MissCost(*thresholds(recorded_unimportance(d.train)), LOW_COST)
-    weights = {name: float(d.sections["hobbit"][name]) for name in NAMES}
+    weights = {name: float(d.sections["hobbit"][name]) for name in WEIGHT_NAMES}
     ours, outcomes = [], []
     for share in (0.25, 0.5):
         paid = {}

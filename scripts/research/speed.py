@@ -53,7 +53,7 @@ from moeoff.measure.job import (
     Sample,
     TokenStream,
     rates,
-    read_text,
+    read_text_or_default,
 )
 from moeoff.measure.rounds import Spread, interleaved, ratios_of
 from moeoff.measure.rows import rows
@@ -379,7 +379,7 @@ class Bench:
         """Return the prompt for a program that tokenizes it itself."""
         llm = StockLlama(self.model, vocab_only=True, verbose=False)
         n, bos = self.n_prompt, llm.adds_bos()
-        tokens = TokenStream(llm, read_text(self.text), bos).take(n, first=True)
+        tokens = TokenStream(llm, read_text_or_default(self.text), bos).take(n, first=True)
         while llm.tokenize(text := llm.detokenize(tokens[bos:n]), add_bos=bos) != tokens[:n]:
             n -= 1
         if n < self.n_prompt:  # the last ones are a part of a character or of a longer token

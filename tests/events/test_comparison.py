@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moeoff.engine.comparison import (
-    BLOCK,
+    BLOCK_TOKENS,
     HOLD,
     LONGEST_HOLD,
     ORDER,
@@ -18,8 +18,8 @@ from moeoff.engine.comparison import (
     _Prompts,
 )
 
-TRIAL = BLOCK * len(ORDER)
-FIRST = BLOCK * ROUND
+TRIAL = BLOCK_TOKENS * len(ORDER)
+FIRST = BLOCK_TOKENS * ROUND
 
 
 def run(ab_test, n, ns_on, ns_off, rng, spread=0.1):

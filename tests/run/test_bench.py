@@ -34,9 +34,9 @@ from moeoff.measure.job import (
     Sample,
     TokenStream,
     default_text,
-    read_text,
+    read_text_or_default,
 )
-from moeoff.measure.rows import FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
+from moeoff.measure.rows import OUTPUT_FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
 from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.options import TABLE
 from moeoff.system.cgroup import memory_cgroup, unavailable
@@ -78,7 +78,7 @@ def test_rows_and_their_table(invoke, quick, small):
         assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
         assert row["peak_rss"] < row["memory"] == small << 20
         assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
-    table = "".join(FORMATS["md"]([measurements[:2], measurements[2:]]))
+    table = "".join(OUTPUT_FORMATS["md"]([measurements[:2], measurements[2:]]))
     lines = table.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
         *("memory", "strategy", "test", "t/s", "MB/tok", "hits")
@@ -97,7 +97,7 @@ def test_forms_for_programs(demo):
     written = rows(measured, 200 << 20)
 
     def text(name: str) -> str:
-        return "".join(FORMATS[name]([written, written]))
+        return "".join(OUTPUT_FORMATS[name]([written, written]))
 
     read = [*csv.DictReader(io.StringIO(text("csv"))), *json.loads(text("json"))]
     assert len(read) == 4
@@ -230,7 +230,7 @@ def test_rounds_of_configurations(demo, monkeypatch):
         [[8, 4, 2], [1, 1, 1], ""],
         [[16, 8], [2, 4], "it broke"],
     ]
-    table = "".join(FORMATS["md"](found, {"rounds"}))
+    table = "".join(OUTPUT_FORMATS["md"](found, {"rounds"}))
     assert "12.00 (8.00 to 16.00)" in table and "3.00 (2.00 to 4.00)" in table
     (alone,) = Grid(job, {"strategy": ["lru"]}).jobs()
     assert alone[0].limit_bytes is None
@@ -293,7 +293,7 @@ def test_jobs_in_rounds(grown, small, tmp_path):
 def test_a_prompt_that_another_program_tokenizes(demo):
     """The text's own tokens, as far as they end with a character."""
     llm = Llama(demo, n_ctx=256)
-    tokens = TokenStream(llm, read_text(PROSE), llm.adds_bos()).take(62, first=True)
+    tokens = TokenStream(llm, read_text_or_default(PROSE), llm.adds_bos()).take(62, first=True)
     prompt = Bench(demo, str(PROSE), 62, 8).prompt()
     assert llm.tokenize(prompt.encode(), add_bos=llm.adds_bos()) == tokens
     with pytest.raises(click.ClickException, match="use --n-prompt 62"):
@@ -308,7 +308,7 @@ def test_an_answer_of_its_own(demo):
     result = measure(asked)
     assert [(sample.test, sample.n_tokens) for sample in result.samples] == [(0, 16), (1, 8)]
     with Llama(demo, n_ctx=256) as llm:
-        llm.eval(TokenStream(llm, read_text(None), llm.adds_bos()).take(16, first=True))
+        llm.eval(TokenStream(llm, read_text_or_default(None), llm.adds_bos()).take(16, first=True))
         for token in result.closed["answer"]:
             assert token == llm.sample(temp=0.0)
             llm.eval([token])
@@ -405,4 +405,4 @@ def test_stock_computes_attention_itself(demo):
 def test_empty_text(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(OptionError, match="holds no text"):
-        read_text(tmp_path / "empty.txt")
+        read_text_or_default(tmp_path / "empty.txt")

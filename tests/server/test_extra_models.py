@@ -31,7 +31,7 @@ from moeoff.experts.profile import Profile, profile_path
 from moeoff.experts.sidecar import Sidecar
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config
-from moeoff.policies.score import NAMES
+from moeoff.policies.score import ARRAY_NAMES
 from moeoff.routing.trace import Trace
 
 DRAFTS = {"n_ctx": 256, "parallel": 1, "n_threads": 2, "expert_memory": 8 << 20}
@@ -86,7 +86,7 @@ def test_a_profile_of_the_model_without_these_layers(nextn, tmp_path):
     model_index = ModelIndex.read(model)
     weights = {
         name: np.zeros((1, model_index.n_layer - 2, model_index.n_expert), np.float32)
-        for name in NAMES
+        for name in ARRAY_NAMES
     }
     Profile.write(profile_path(model), model_index, {"score": weights})
     with Service(str(model), spec_type="draft-mtp", strategy="score", **DRAFTS) as server:
