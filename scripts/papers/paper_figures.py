@@ -22,9 +22,9 @@ from moeoff.policies.base import recall, top_k
 from moeoff.policies.fate import CrossLayerGate, proportional_boundary
 from moeoff.policies.hobbit import (
     LOW_COST,
-    WEIGHT_NAMES,
     T1,
     T2,
+    WEIGHT_NAMES,
     MissCost,
     recorded_unimportance,
     thresholds,
