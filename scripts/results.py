@@ -89,23 +89,15 @@ HELP = "Keep the tables as a data file for docs/results."
 # Data files older than the code that they measure, by reason. An entry goes when its
 # file is measured again; tests/build/test_data.py refuses new ones.
 OLDER = {
-    "Its feature or rule was removed, and a page compares with it.": (
-        "drafts drafts-ahead drafts-memory drafts-qwen3 loss-frontier loss-frontier-grown "
-        "loss-frontier-small"
-    ),
-    "Its script was replaced; a new run takes hours or a model of 18 GB.": (
-        "beside damaged headers idle-qwen3-30b-a3b long-contexts-lending "
-        "long-contexts-lending-6 row-kernels-fuzz turns-qwen3-30b-a3b"
-    ),
-    "Its script was replaced; a new run takes the new one.": "cache-policies prediction",
     "Speed: the code changed since, and a new run needs an idle machine.": (
-        "auto-lru gate-predictor kernels-deepseek-v2-lite "
-        "limits-grown limits-qwen3 long-contexts long-contexts-16k "
-        "long-contexts-deepseek long-contexts-gpt-oss long-contexts-xeon long-contexts-xeon-0 "
+        "auto-lru gate-predictor "
+        "limits-grown limits-qwen3 long-contexts-16k "
+        "long-contexts-deepseek long-contexts-gpt-oss long-contexts-lending "
+        "long-contexts-lending-6 long-contexts-xeon long-contexts-xeon-0 "
         "long-contexts-xeon-16k long-contexts-xeon-32k long-contexts-xeon-8k loss-live-1700 "
         "loss-live-400 real-deepseek real-flash real-gemma real-glm real-gpt-oss "
         "real-gpt-oss-120b real-qwen3 real-qwen3-32 real-qwen3-budgets "
-        "real-qwen36 rows server-1045 server-resident server-small server-turns store "
+        "real-qwen36 rows server-turns store "
         "store-switches time time-qwen3"
     ),
     "The code changed since; needs a GPU.": (
