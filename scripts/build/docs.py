@@ -180,19 +180,16 @@ def stats_page() -> str:
         line = field.metadata
         name = field.name if line["metric"] is True else line["metric"]
         metric = f"`moeoff_{name}{'_total' if line['counter'] else ''}`" if name else ""
-        rows.append(
-            f"| `{field.name}` | {line['unit']} | {'counter' if line['counter'] else 'gauge'} |"
-            f" {metric} | {line['text']} |"
-        )
+        unit = " ".join(filter(None, [line["unit"], "(counter)" if line["counter"] else ""]))
+        rows.append(f"| `{field.name}` | {unit} | {metric} | {line['text']} |")
     head = (
         "# Statistics\n\nMade by `python scripts/build/docs.py cli` from `moeoff/engine/stats.py`:"
         " what `Llama.stats()` and `Server.stats()` return, `--stats-json` writes and `run"
         " --json`\nprints as `stats`. A slice is one matrix of one expert. `/metrics` also has"
-        " `moeoff_expert_uses_total` by"
-        " precision,\n`moeoff_tier_info`, `moeoff_device_bytes` by device,"
-        " `moeoff_layer_hits_total` and `moeoff_layer_misses_total` by layer,"
-        " `moeoff_prompts_disk_*` and\n`moeoff_resident_memory_bytes`.\n\n| name | unit | kind | in"
-        " /metrics | |\n|---|---|---|---|---|\n"
+        " `moeoff_expert_uses_total` by precision, `moeoff_tier_info`,\n`moeoff_device_bytes` by"
+        " device, `moeoff_layer_hits_total` and `moeoff_layer_misses_total` by layer,"
+        " `moeoff_prompts_disk_*` and\n`moeoff_resident_memory_bytes`.\n\n| name | unit | in"
+        " /metrics | |\n|---|---|---|---|\n"
     )
     return head + "\n".join(rows) + "\n"
 
