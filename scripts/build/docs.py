@@ -48,7 +48,7 @@ def cli_page() -> str:
 
     parts = [
         "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help-all`. An"
-        " option of several commands is described at the first; a name in italics is a section.\n"
+        " option of several commands is described at the first; a name in italics is an earlier section.\n"
     ]
     shown: dict[str, tuple[str, str]] = {}
     # as the program makes them: a context made by hand would leave out the commands'
@@ -138,9 +138,7 @@ def options_page() -> str:
                 python = f"`{line.name}`" if name else ""
                 groups.setdefault(line.group or "First", []).append(f"| {flags} | {python} |")
     parts = [
-        f"\n## {group}\n\n| option | in Python |\n|---|---|\n"
-        + "\n".join(rows)
-        + "\n"
+        f"\n## {group}\n\n| option | in Python |\n|---|---|\n" + "\n".join(rows) + "\n"
         for group, rows in groups.items()
     ]
     what = {
