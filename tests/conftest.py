@@ -64,8 +64,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
-    """Of what a failed test has printed the end: a verbose model's thousands of lines
-    hide every other failure.
+    """Keep only the end of a failed test's output, because a verbose model's thousands
+    of lines hide every other failure.
     """
     report = yield
     report.sections = [
@@ -101,8 +101,8 @@ def demo(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """What models leave in the cache folder, as rates and prompts, is no other
-    worker's, nor the user's. Builds stay where they are.
+    """Give each worker a cache folder of its own for rates and prompts, apart from the
+    user's. Builds stay where they are.
     """
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("MOEOFF_CACHE", str(usual / "moeoff"))

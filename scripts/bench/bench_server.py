@@ -185,7 +185,7 @@ def turn(url: str, prompt: list[int], n: int) -> Turn:
 def conversation(
     server: Callable[[], contextlib.AbstractContextManager[str]], words: str
 ) -> list[Turn]:
-    """Its turns, in a first server and in a second one."""
+    """Return the conversation's turns, in a first server and after its restart."""
     turns: list[Turn] = []
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(ready(server()))

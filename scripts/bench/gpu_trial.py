@@ -525,7 +525,7 @@ def save_tables(folder: Path, path: Path | None) -> None:
 
 
 def tables(steps: dict[str, dict[str, Any]], file: ResultsFile) -> None:
-    """What the results say; the failed steps last."""
+    """Write the tables of the results, with failed steps last."""
     results = {name: step["result"] for name, step in steps.items() if step["result"]}
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, result in results.items():
@@ -653,8 +653,9 @@ def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file of the archive's folder is part of the archive: all of the
-    repository's, and of the packages what is needed to run.
+    """Return whether a file of the archive's folder is part of the archive.
+
+    It has all files of the repository, and of packages those that running needs.
     """
     return (
         path.parts[0] == "tree"

@@ -1,4 +1,4 @@
-"""What single parts cost: the native store, its waiting, rows of tables on disk, the
+"""Costs of single parts: the native store, its waiting, rows of tables on disk, the
 row kernels and attention.
 
 usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/time.md
@@ -245,8 +245,12 @@ ENGINES = ("stock, plain kernels", "stock, repacked kernels", "moeoff")
 def time_engines(
     model: str, text: str, n_prompt: int, n_tokens: int
 ) -> tuple[list[float], list[float], bool]:
-    """Of ENGINES: median CPU ms of a token, and CPU ms for each token of the prompt;
-    and whether our logits are those of the plain kernels, bit for bit.
+    """Measure a model with each of ENGINES.
+
+    Returns:
+        Median CPU milliseconds of a decoded token by engine; CPU milliseconds of a
+        prompt token by engine; whether our logits are bit-identical to those of the
+        plain kernels.
     """
     import moeoff
     from moeoff.llamacpp.llama import StockLlama
@@ -342,8 +346,9 @@ WAYS = ("ours", "ours in f32", "ggml's", "ggml's without flash attention")
 def time_attention(
     heads: str, depth: int, n_tokens: int, n_threads: int, rounds: int
 ) -> list[float]:
-    """Of WAYS: the least ms of an op, of one thread CPU time. Layers take turns, so
-    that K and V come from memory as they do in a model.
+    """Return the least milliseconds of an op for each of WAYS; of one thread, CPU time.
+
+    Layers take turns, so that K and V come from memory as they do in a model.
     """
     from helpers.attention import Attention, Shape
 

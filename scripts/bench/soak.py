@@ -97,7 +97,7 @@ with moeoff.Server(sys.argv[1], port=0, **options) as server:
 
 @dataclass
 class Soak:
-    """What has happened so far."""
+    """The record of a run's answers and faults so far."""
 
     url: str
     ends: float

@@ -46,7 +46,7 @@ _WHICH = (
 
 
 class Failure(Exception):
-    """What is not as it should be."""
+    """A failed check."""
 
 
 def stage(text: str) -> list[tuple[str, str]]:

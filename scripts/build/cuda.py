@@ -113,8 +113,8 @@ def settings(root: Path, architectures: list[str]) -> list[str]:
 
 
 def for_trial() -> list[Path]:
-    """What a trial brings along in the place of the wheel's requirements, which are ten
-    times too large for it: the runtime, and small_cublas.cu, compiled.
+    """Return the libraries that a trial uses instead of the wheel's requirements: the
+    runtime, and small_cublas.cu, compiled. The requirements are ten times too large.
     """
     cache = cuda_cache()
     root = toolkit(cache)

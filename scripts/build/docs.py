@@ -47,10 +47,10 @@ def cli_page() -> str:
     from moeoff.cli.options import HELP_ALL
 
     parts = [
-        "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help-all`. What"
-        " several commands take alike stands once, at the first of them.\n"
+        "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help-all`. An"
+        " option of several commands is described at the first; a name in italics is an earlier section.\n"
     ]
-    shown: set[str] = set()
+    shown: dict[str, tuple[str, str]] = {}
     # as the program makes them: a context made by hand would leave out the commands'
     # settings, -h among them
     width = {"max_content_width": 100, "terminal_width": 100, "resilient_parsing": True}
@@ -60,7 +60,7 @@ def cli_page() -> str:
         command = main.get_command(top, name)
         context = command.make_context(name, [], parent=top, **width)
         context.meta[HELP_ALL] = True
-        text, alike = without_shown(command.get_help(context), shown)
+        text, alike = without_shown(name, command.get_help(context), shown)
         parts.append(
             f"## moeoff {name}\n\n```\n{text}\n```\n"
             + (f"\nAs above: {', '.join(alike)}.\n" if alike else "")
@@ -68,26 +68,50 @@ def cli_page() -> str:
     return "\n".join(parts)
 
 
-def without_shown(text: str, shown: set[str]) -> tuple[str, list[str]]:
-    """A command's help without the options that an earlier one has shown in the same
-    words, and the names of those.
+def without_shown(
+    command: str, text: str, shown: dict[str, tuple[str, str]]
+) -> tuple[str, list[str]]:
+    """Drop the options that an earlier command has shown in the same words.
+
+    Args:
+        command: The command's name.
+        text: Its help.
+        shown: Command and section of each option that was shown, by the option's words.
+            New options are added.
+
+    Returns:
+        The other text, and the names of the dropped options; of sections that are
+        dropped completely, the section's name.
     """
-    new, alike = [], []
+    new: list[str] = []
+    alike: dict[str, str] = {}
+    heading, earlier = "", dict(shown)
     for entry in re.split(r"\n(?=  -|\S|\n)", text):
         words = " ".join(entry.split())
         if not entry.startswith("  -"):
             new.append(entry)
-        elif words in shown:
-            alike.append(f"`{re.match(r'[^ ,]+', words)[0]}`")
+            heading = words.removesuffix(":") if words.endswith(":") else heading
+        elif words in earlier:
+            alike[words] = f"`{re.match(r'[^ ,]+', words)[0]}`"
         else:
-            shown.add(words)
+            shown[words] = command, heading
             new.append(entry)
     sections = [
         part
         for part in "\n".join(new).split("\n\n")
         if "\n" in part or part[0] == " " or not part.endswith(":")
     ]
-    return "\n\n".join(sections).strip(), alike
+    whole = {
+        section
+        for section in {earlier[words] for words in alike}
+        if section[1] != "Options"
+        and alike.keys() >= {words for words, of in earlier.items() if of == section}
+    }
+    names = dict.fromkeys(
+        f"*{earlier[words][1]}*" if earlier[words] in whole else name
+        for words, name in alike.items()
+    )
+    return "\n\n".join(sections).strip(), list(names)
 
 
 def options_page() -> str:
@@ -112,14 +136,9 @@ def options_page() -> str:
                     f" `{line.metavar}`".replace("|", "\\|") if line.metavar else ""
                 )
                 python = f"`{line.name}`" if name else ""
-                server = f"`{line.server}`" if line.server else ""
-                groups.setdefault(line.group or "First", []).append(
-                    f"| {flags} | {python} | {server} |"
-                )
+                groups.setdefault(line.group or "First", []).append(f"| {flags} | {python} |")
     parts = [
-        f"\n## {group}\n\n| option | in Python | llama-server's |\n|---|---|---|\n"
-        + "\n".join(rows)
-        + "\n"
+        f"\n## {group}\n\n| option | in Python |\n|---|---|\n" + "\n".join(rows) + "\n"
         for group, rows in groups.items()
     ]
     what = {
@@ -159,19 +178,16 @@ def stats_page() -> str:
         line = field.metadata
         name = field.name if line["metric"] is True else line["metric"]
         metric = f"`moeoff_{name}{'_total' if line['counter'] else ''}`" if name else ""
-        rows.append(
-            f"| `{field.name}` | {line['unit']} | {'counter' if line['counter'] else 'gauge'} |"
-            f" {metric} | {line['text']} |"
-        )
+        unit = " ".join(filter(None, [line["unit"], "(counter)" if line["counter"] else ""]))
+        rows.append(f"| `{field.name}` | {unit} | {metric} | {line['text']} |")
     head = (
         "# Statistics\n\nMade by `python scripts/build/docs.py cli` from `moeoff/engine/stats.py`:"
         " what `Llama.stats()` and `Server.stats()` return, `--stats-json` writes and `run"
-        " --json`\nprints as `stats`. A slice is one matrix of one expert. `/metrics` has some"
-        " under other names, and besides `moeoff_expert_uses_total` by"
-        " precision,\n`moeoff_tier_info`, `moeoff_device_bytes` by device,"
-        " `moeoff_layer_hits_total` and `moeoff_layer_misses_total` by layer,"
-        " `moeoff_prompts_disk_*` and\n`moeoff_resident_memory_bytes`.\n\n| name | unit | kind | in"
-        " /metrics | |\n|---|---|---|---|---|\n"
+        " --json`\nprints as `stats`. A slice is one matrix of one expert. `/metrics` also has"
+        " `moeoff_expert_uses_total` by precision, `moeoff_tier_info`,\n`moeoff_device_bytes` by"
+        " device, `moeoff_layer_hits_total` and `moeoff_layer_misses_total` by layer,"
+        " `moeoff_prompts_disk_*` and\n`moeoff_resident_memory_bytes`.\n\n| name | unit | in"
+        " /metrics | |\n|---|---|---|---|\n"
     )
     return head + "\n".join(rows) + "\n"
 

@@ -33,7 +33,7 @@ def sources(names: set[str]) -> dict[str, str]:
 
 
 def path_of(name: str) -> str:
-    """Of the list's names, below llama.cpp or beside it."""
+    """Return the path of a name of the list, which is below llama.cpp or beside it."""
     return name.removeprefix("../../") if name.startswith("../../") else f"vendor/llama.cpp/{name}"
 
 

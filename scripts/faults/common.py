@@ -42,7 +42,7 @@ PROMPT = "Tom has 3 apples and buys 4 more. How many apples has Tom?"
 
 @click.group()
 def main() -> None:
-    """What to break, and what must hold."""
+    """Break one thing at a time, and check what must hold."""
 
 
 def options_of(names: Iterable[str], *, seeds: bool = False) -> Callable[[Any], Any]:
@@ -82,13 +82,14 @@ def is_sentence(text: str) -> bool:
 def verdict(
     code: int | None, text: str, *, peak: int = 0, memory: int = 0, quiet: bool = True
 ) -> str:
-    """What is wrong with how a command ended; empty: nothing.
+    """Return the problem with a command's end, or an empty string.
 
     Args:
-        code: as `Child` has it.
-        text: what it wrote to standard error.
-        memory: that it had to keep to; 0: it had no bound.
-        quiet: of an error one sentence stands there, at the end.
+        code: Exit code as `Child` has it.
+        text: The command's standard error.
+        peak: Most memory that it used.
+        memory: Its memory limit; 0: none.
+        quiet: Whether an error must be one sentence, at the end.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if code is None:
@@ -145,7 +146,7 @@ def findings_by_seed(
 
 
 def import_all() -> None:
-    """What takes time is imported once, before the children."""
+    """Import slow modules once, before the children."""
     import moeoff.cli.main
 
     moeoff.Llama  # noqa: B018
@@ -206,7 +207,7 @@ class Child:
         return bool(pid)
 
     def wait(self, seconds: float = float("inf")) -> int | None:
-        """Its exit code; None if it did not end in time, and then it is killed."""
+        """Return the exit code. Kill the child and return None if it does not end in time."""
         end = time.monotonic() + seconds
         while not self.ended() and time.monotonic() < end:
             time.sleep(0.002)
@@ -233,9 +234,7 @@ ADDRESS_SPACE = 8 << 30
 
 
 class Case(NamedTuple):
-    """What became of a case: its number, a word for how it ended, and what is wrong;
-    empty: nothing.
-    """
+    """A case's number, a word for how it ended, and the problem or an empty string."""
 
     n: int
     outcome: str
@@ -258,12 +257,12 @@ def reset_peak() -> None:
 def judged(
     action: Callable[[], object], *paths: str, allowed: tuple[type[Exception], ...] = ()
 ) -> tuple[str, str]:
-    """How it ended, "accepted" or "refused", and what is wrong.
+    """Run an action, and return "accepted" or "refused", and the problem.
 
     Args:
-        paths: that the sentence may name, however long they are.
-        allowed: other errors than the library's own with which it may end, whatever
-            they say.
+        paths: Paths that the error may name, however long they are.
+        allowed: Errors, in addition to the library's own, that may end the action with
+            any message.
     """
     from moeoff.errors import MoeoffError
 
@@ -409,7 +408,7 @@ def tell_all(table: Table, cases: Iterable[tuple[str, Case]], again: str) -> lis
 
 
 class Call(IntEnum):
-    """What fails, in the order of faults.c."""
+    """The calls that fail, in the order of faults.c."""
 
     OPEN = 0
     STAT = 1
@@ -514,7 +513,7 @@ class Fault:
 
     @property
     def has_fired(self) -> bool:
-        """Whether a call has failed so far, of an open fault."""
+        """Return whether a call has failed so far. The fault must be open."""
         return bool(ctypes.CDLL(None).faults_fired())
 
     def __exit__(self, *_: object) -> None:

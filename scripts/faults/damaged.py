@@ -490,7 +490,7 @@ def of_model(folder: Path) -> Iterator[Mutant]:
 
 
 def named(name: str, whole: bytes) -> list[bytes]:
-    """What is not left to chance, of files that are no models."""
+    """Return the cases that are tried always, for files that are no models."""
     if name.endswith(".json"):
         return DEEP
     if name.endswith(".npz"):
@@ -499,8 +499,8 @@ def named(name: str, whole: bytes) -> list[bytes]:
 
 
 def damaged(name: str, whole: bytes, rng: random.Random) -> bytes:
-    """Of a file that is no GGUF: bytes that are changed, or a file that is well formed
-    and says something else.
+    """Return a damaged copy of a file that is no GGUF: with changed bytes, or well
+    formed with other content.
     """
     if rng.random() < 0.3:
         return mutate(whole, rng)

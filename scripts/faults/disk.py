@@ -45,7 +45,7 @@ CASES: dict[str, Callable[[Path], str]] = {}
 
 
 def case(function: Callable[[Path], str]) -> Callable[[Path], str]:
-    """Its docstring says what must be so, what it returns is told beside it."""
+    """Register a case. Its docstring and its result are the row of the table."""
     CASES[function.__name__.replace("_", " ")] = function
     return function
 

@@ -1,4 +1,4 @@
-"""What to break, and what must hold: one program, a command for each kind of trouble.
+"""Fault injection: one program, with a command for each kind of fault.
 docs/results/reliability.md
 
 usage: faults.py nth|files|objects|kill|disk|http|advisories [OPTION ...]     --help says what each does

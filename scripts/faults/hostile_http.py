@@ -86,7 +86,7 @@ class Target:
         return reply.json()["tokens"]
 
     def raw(self, data: bytes, seconds: float = SECONDS) -> bytes:
-        """What comes back for these bytes; the connection may be closed at any time."""
+        """Send bytes, and return the reply until the connection is closed."""
         out = b""
         with (
             contextlib.suppress(OSError),
@@ -508,7 +508,7 @@ def serve() -> None:
 
 
 def trouble(target: Target, name: str, expected: list[int]) -> tuple[str, str]:
-    """What a case says, and what is wrong."""
+    """Run a case, and return its text and the problem."""
     try:
         text = CASES[name](target)
         assert target.answer() == expected, "another answer afterwards"

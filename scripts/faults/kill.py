@@ -32,12 +32,13 @@ OPTIONS = ["-c", "128", "-t", "2", "--expert-memory", "2M"]
 
 @dataclass
 class Program:
-    """What is killed.
+    """A program that is killed.
 
     Attributes:
-        start: in a child.
-        check: what is wrong with the files; empty: nothing. Told which signal it was.
-        prepare: before each start.
+        start: Function that runs it in a child.
+        check: Function of the signal that returns the problem with the files, or an
+            empty string.
+        prepare: Function that is called before each start.
     """
 
     start: Callable[[], object]

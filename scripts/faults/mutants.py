@@ -1,8 +1,8 @@
-"""What is done to a file: a header's fields, numbers, vocabulary and sizes; any bytes;
-an archive's arrays, a value in JSON, a grammar's or a text's words.
+"""Mutations of a file: of a header's fields, numbers, vocabulary and sizes; of any
+bytes; of an archive's arrays, a value in JSON, a grammar's or a text's words.
 
-Every mutator takes what is whole and a `random.Random`, and returns what is damaged:
-the same for the same chance.
+Every mutator takes the intact content and a `random.Random`, and returns the damaged
+content, the same for the same seed.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is done to a file: bytes [at, at + n_removed) of its header become `data`,
-    `hole` zeros that take no room on the disk, and `tail`; and what follows the header
-    becomes `rest`, if that is given.
+    """A change of a file: bytes [at, at + n_removed) of its header become `data`,
+    `hole` zeros that take no space on the disk, and `tail`. The bytes after the header
+    become `rest`, if that is given.
     """
 
     at: int
@@ -100,7 +100,7 @@ class Mutant:
     tail: bytes = b""
 
     def apply(self, header: bytes) -> bytes:
-        """Of a mutant without a hole."""
+        """Return the changed header. The mutant must have no hole."""
         return header[: self.at] + self.data + self.tail + header[self.at + self.n_removed :]
 
     def write(self, path: Path, header: bytes, rest: bytes) -> None:
@@ -271,8 +271,8 @@ class Header:
 
 
 def named_mutants(path: str) -> Iterator[Mutant]:
-    """What has ended processes elsewhere, each by itself: counts of layers, layers for
-    drafts, tensors that overlap, F64, huge strings, templates.
+    """Yield changes that have ended processes elsewhere, one by one: counts of layers,
+    layers for drafts, tensors that overlap, F64, huge strings, templates.
     """
     with ModelFile(path) as model:
         header, metadata, tensors, alignment = (
@@ -680,8 +680,8 @@ def mutate_tokenizer(h: Header, rng: random.Random) -> Mutant:
 
 
 def mutate_size(h: Header, rng: random.Random) -> Mutant:
-    """What is legal and huge: a string, an array of numbers or of empty strings, very
-    many keys. Most of it is a hole in the file.
+    """Insert a legal and huge value: a string, an array of numbers or of empty strings,
+    or very many keys. Most of it is a hole in the file.
     """
     key = rng.choice(("general.name", "general.description", "tokenizer.chat_template", "tokenizer.ggml.scores", "tokenizer.ggml.token_type",
                       "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.pre", "general.tags", "moeoff.nothing"))  # fmt: skip

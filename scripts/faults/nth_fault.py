@@ -64,20 +64,21 @@ DEMAND = 2  # level of a read that an op waits for (moeoff.h)
 
 @dataclass
 class Scenario:
-    """What is done with faults, and what must be so afterwards.
+    """An action that meets faults, and the checks after it.
 
     Attributes:
-        attempt: with a fault; returns what must be right.
-        again: without one.
-        native: faults are those of native code, else those on files in the folder.
-        failed_reads: of experts, since the last call: how urgent each was when it
-            ended. One that an op waited for is an error, which names file and offset;
-            one that came before is read again when an op comes.
-        below: only files with this beginning.
-        result: what must be right after an attempt whether or not it failed, instead of
-            what it returned.
-        prepare: done before each fault.
-        cancel: ends an attempt that hangs.
+        attempt: Action with a fault; returns the result to compare.
+        again: Action without a fault.
+        native: Whether faults are those of native code, else those on files in the
+            folder.
+        failed_reads: Returns the urgency of each failed read of an expert since the
+            last call. A read that an op waited for is an error, which names file and
+            offset; an earlier one is read again when an op needs it.
+        below: Prefix of the files with faults.
+        result: Returns the result to compare after an attempt that may have failed,
+            instead of the attempt's own.
+        prepare: Called before each fault.
+        cancel: Ends an attempt that hangs.
     """
 
     attempt: Callable[[], object]
@@ -266,8 +267,9 @@ def cancelled(scenario: Scenario, fault: Fault) -> Iterator[None]:
 
 
 def left(before: tuple[int, int]) -> str:
-    """What has stayed since then; empty: nothing. One thread more is OpenMP's, which
-    keeps one or not.
+    """Return the leak of threads and descriptors since then, or an empty string.
+
+    One more thread is allowed, because OpenMP keeps one or not.
     """
     now = held()
     return (
@@ -379,7 +381,7 @@ def run(name: str, most: int, first: int, start: int) -> None:
 
 @dataclass
 class Outcome:
-    """What one kind of fault did in one scenario."""
+    """The results of one kind of fault in one scenario."""
 
     fired: int = 0
     told: int = 0

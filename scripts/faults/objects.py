@@ -99,9 +99,7 @@ class Subject:
             llm.close()
 
     def begin(self, rng: random.Random) -> None:
-        """What was asked before, whatever the cases before this one were: nothing, or a
-        prompt.
-        """
+        """Reset the model to a random beginning: an empty context, or one prompt."""
         self.llm.clear_context()
         if rng.random() < 0.5:
             self.answer(rng.randrange(len(PROMPTS)))
@@ -110,7 +108,7 @@ class Subject:
         return first_tokens(self.llm.generate(self.prompts[which], top_k=1, temp=0.0))
 
     def check(self, which: int, way: int) -> str:
-        """What is wrong with the next answer."""
+        """Return the problem with the next answer, or an empty string."""
         expected = self.expected[self.variant][which]
         try:
             if way:
@@ -218,7 +216,7 @@ def open_and_close(model: str, rng: random.Random) -> None:
 
 
 def ended_with(action: Callable[[], object], *thrown: type[BaseException]) -> tuple[str, str]:
-    """How an action ended that something was thrown into."""
+    """Run an action into which an exception is thrown, and return how it ended."""
     from moeoff.errors import MoeoffError
 
     try:
@@ -233,7 +231,7 @@ def ended_with(action: Callable[[], object], *thrown: type[BaseException]) -> tu
 
 
 class Costs:
-    """How many places and seconds each action takes, as far as it is known."""
+    """The number of places and the seconds of each action, as far as known."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}

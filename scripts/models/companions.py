@@ -90,7 +90,7 @@ def write_expert_adapter(
 def write_control_vector(
     path: str | os.PathLike[str], architecture: str, direction: np.ndarray
 ) -> None:
-    """Of the first layer alone."""
+    """Write a control vector of the first layer alone."""
     write_arrays(
         path,
         {"general.architecture": "controlvector", "controlvector.model_hint": architecture},

@@ -46,7 +46,7 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True)
 class Growth:
-    """How much and in which types to grow.
+    """The factors and types of a grown model.
 
     width, ff: factors of the residual stream and of the experts' hidden size.
     expert_type, dense_type: ggml types of the routed experts and of the other matrices.
@@ -72,7 +72,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class _Role:
-    """What becomes of a tensor: tiles over its rows and over each row, whether it sums
+    """The growth of a tensor: tiles over its rows and over each row, whether it sums
     over a row's tiles, and its type.
     """
 

@@ -443,8 +443,8 @@ def tensors(shape: Shape) -> list[Tensor]:
 
 
 def _mixer(shape: Shape, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What makes one stream of several, in the place of a norm; before a layer's
-    attention and experts with what puts their sum into each.
+    """Yield the tensors that make one stream of several, instead of a norm; before a
+    layer's attention and experts also those that add the result to each stream.
     """
     width = shape.streams.n * shape.n_embd
     yield f"{name}_norm.weight", (width,)
@@ -514,8 +514,8 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _hyper(shape: Shape, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What weighs glm5-next's streams before a layer's attention or experts, and mixes
-    them behind.
+    """Yield the tensors that weigh glm5-next's streams before a layer's attention or
+    experts, and mix them afterwards.
     """
     n = _GLM5["hyper_connection.count"]
     yield from (
@@ -565,7 +565,7 @@ def _glm5_attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, 
 
 
 def _delta(delta: Delta, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of a layer, names and shapes."""
+    """Yield names and shapes of a layer's tensors."""
     n_values = delta.n_value * delta.head
     yield "attn_qkv.weight", (delta.n_mixed, n_embd)
     yield "attn_gate.weight", (n_values, n_embd)
@@ -910,9 +910,10 @@ def tokenizer(n_vocab: int) -> tuple[list[str], dict[str, bytes]]:
 
 @dataclass(frozen=True)
 class Scales:
-    """What routing depends on; the text above says how. mean_size: of attention's mean
-    against a single value, an estimate; topic_size likewise, of the attention that
-    makes the topic.
+    """The parameters of routing, as the text above explains.
+
+    mean_size: Size of attention's mean relative to a single value, an estimate.
+    topic_size: The same for the attention that makes the topic.
     """
 
     recency: float = 1.5
@@ -961,7 +962,9 @@ def _silu(x):
 
 
 def _gated(shape: Shape) -> float:
-    """What a gate that reads nothing leaves of attention, and of the shared expert."""
+    """Return the factor of attention, and of the shared expert, by a gate that reads
+    nothing.
+    """
     return 0.5 if shape.delta and not shape.glm5 else 1.0
 
 
@@ -1067,8 +1070,8 @@ class Weights:
     # --- sizes ---
 
     def _stream_sizes(self) -> list[tuple[float, float]]:
-        """Of each layer, the residual stream's deviation before attention and before
-        feed-forward; and once more at the end.
+        """Return the residual stream's deviation before attention and before
+        feed-forward of each layer, and at the end.
         """
         sizes, size = [], 1.0
         for layer in range(self._shape.n_layer + 1):
@@ -1078,17 +1081,18 @@ class Weights:
         return sizes
 
     def _attention(self, layer: int) -> float:
-        """What attention adds, against the stream."""
+        """Return the size of attention's output relative to the stream."""
         return self._scales.context if layer == self._context_layer else self._scales.attention
 
     def _content(self, layer: int) -> float:
-        """Of queries and keys, against the fixed vector. It makes a token attend to
-        itself, and less to those before it.
+        """Return the size of queries and keys relative to the fixed vector.
+
+        It makes a token attend to itself, and less to those before it.
         """
         return 0.0 if layer in (self._topic_layer, self._context_layer) else _CONTENT
 
     def _update(self, layer: int) -> float:
-        """What a feed-forward network adds, against the stream."""
+        """Return the size of a feed-forward network's output relative to the stream."""
         return self._scales.first if layer == self._shape.n_dense else self._scales.feed_forward
 
     def _expert_sizes(self) -> tuple[float, float]:
@@ -1116,7 +1120,7 @@ class Weights:
         )
 
     def _deviation(self, part: str, layer: int) -> float:
-        """Of the values of a matrix without structure."""
+        """Return the deviation of the values of a matrix without structure."""
         shape = self._shape
         size, middle = self._sizes[layer]
         if part in ("attn_k_b", "attn_v_b"):
@@ -1166,8 +1170,8 @@ class Weights:
         return self._scales.recency * math.log(self._shape.rope_base)
 
     def _key_size(self, layer: int) -> float:
-        """Of each value of the fixed vector, so that a token's logit for itself is what
-        `recency` asks for.
+        """Return the size of each value of the fixed vector that gives a token the
+        logit for itself that `recency` asks for.
         """
         shape = self._shape
         turns = shape.rot

@@ -131,7 +131,7 @@ class TokenTable(Predictor):
     def fit(
         recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None
     ) -> dict[str, np.ndarray]:
-        """From a `Recording`.
+        """Fit the arrays to a `Recording`.
 
         Returns:
             tokens [n] int32 ascending; shares [n, n_gates, E] float16; popularity

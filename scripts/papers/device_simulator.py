@@ -66,7 +66,9 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a system runs a layer's experts. The defaults are what the native store does.
+    """The order in which a system sends and computes a layer's experts.
+
+    The defaults are what the native store does.
 
     Attributes:
         eager: what a router selects is sent before all prefetches, and what was to be
@@ -286,7 +288,7 @@ class DeviceBuffer:
         self._logs_reads = on
 
     def take_reads(self) -> np.ndarray:
-        """What was sent of whole experts since the last call."""
+        """Return and clear the records of whole experts sent since the last call."""
         reads, self._reads = self._reads, []
         return np.array(reads, READ_FIELDS)
 
@@ -300,7 +302,7 @@ class DeviceBuffer:
         )
 
     def fill_layers(self) -> None:
-        """All experts of the first layers, as many as there is room for whole ones."""
+        """Make all experts resident in as many first layers as fit."""
         n = int(self.capacity) // self._width
         self._resident[: n * self._width] = self._space[: n * self._width] = True
 
@@ -472,8 +474,9 @@ class DeviceBuffer:
             self._jobs[DEMAND].insert(place, part)
 
     def _give_up(self, gate: int, chosen: set[Part]) -> None:
-        """What was to be sent ahead for this gate, and is not chosen; a piece that is
-        on its way arrives first.
+        """Cancel the prefetches for this gate that its router has not selected.
+
+        A piece that is being sent arrives first.
         """
         for part in [
             part
@@ -682,8 +685,9 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
 def read_prompt(
     buffer: DeviceBuffer, recording: Recording, driver: Driver, start: int, n_tokens: int
 ) -> None:
-    """One batch, a text of its own. All of its tokens must have inputs, if the
-    strategy's predictor reads them.
+    """Compute a prompt as one batch, which is a text of its own.
+
+    All of its tokens must have inputs if the strategy's predictor reads them.
     """
     part = recording.part(start, start + n_tokens)
     driver.begin(part.tokens, {0: Span(0, n_tokens, n_tokens, False)}, False)

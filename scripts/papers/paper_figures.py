@@ -97,7 +97,7 @@ def figure(
 
 
 def percent(*values: float) -> str:
-    """One number, or mean and range of several."""
+    """Format one number, or mean and range of several, as percentages."""
     if len(values) == 1:
         return f"{100 * values[0]:.1f} %"
     return f"{100 * np.mean(values):.1f} % ({100 * min(values):.1f} to {100 * max(values):.1f})"
@@ -110,7 +110,7 @@ def percent(*values: float) -> str:
     "78.8 %, 97.2 %",
 )
 def fate_1(d: Data) -> tuple[str, str]:
-    """On text that nothing was chosen by."""
+    """Measure the recall by layer on held-out text."""
     at_k, wide = recalls(d)
     chance = d.k / d.held.router.n_experts
     claims = ((0.7879, at_k, chance), (0.9715, wide, 0.25))
@@ -123,8 +123,8 @@ def fate_1(d: Data) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def recalls(d: Data) -> tuple[list[float], list[float]]:
-    """Of each layer but the first: recall of the gate before it, at k and at a quarter
-    of the experts.
+    """Return the recall of the gate before each layer but the first, at k and at a
+    quarter of the experts.
     """
     arrays, router, used = (
         CrossLayerGate.fit(d.held),
@@ -155,8 +155,9 @@ def recalls(d: Data) -> tuple[list[float], list[float]]:
     "99.08 %",
 )
 def fate_shallow(d: Data) -> tuple[str, str]:
-    """As many first layers in proportion, and one more: the paper's text has layers 0
-    to 3 of 24, its rule three.
+    """Measure the hit rate with a proportional number of first layers, and one more.
+
+    The paper's text has layers 0 to 3 of 24, its rule three.
     """
     n, wide = d.held.model.n_gates, recalls(d)[1]
     few = proportional_boundary(n)
@@ -173,8 +174,9 @@ def fate_shallow(d: Data) -> tuple[str, str]:
     "Fate", "9", "tokens that the 30 % least popular experts of a prompt serve", "15 % in layer 6"
 )
 def fate_9(d: Data) -> tuple[str, str]:
-    """How few tokens the unpopular experts of a prompt serve; even use would give them
-    their share.
+    """Measure the share of tokens that the unpopular experts of a prompt serve.
+
+    With even use that is the experts' share.
     """
     shares, active = [], []
     for g in range(d.held.model.n_gates):
@@ -197,12 +199,12 @@ def fate_9(d: Data) -> tuple[str, str]:
 
 
 def counts(paths: np.ndarray) -> np.ndarray:
-    """Of each distinct path among [n_tokens, n_layers], the most frequent first."""
+    """Return the count of each distinct path among [n_tokens, n_layers], descending."""
     return np.sort(np.unique(paths, axis=0, return_counts=True)[1])[::-1]
 
 
 def shuffled(paths: np.ndarray) -> np.ndarray:
-    """Each layer's experts in an order of their own: paths that nothing connects."""
+    """Permute each layer's experts independently, so that paths are unconnected."""
     return np.random.default_rng(0).permuted(paths, axis=0)
 
 
@@ -214,8 +216,9 @@ def shuffled(paths: np.ndarray) -> np.ndarray:
     "more than 99 %, of all layers",
 )
 def edgemoe_4(d: Data) -> tuple[str, str, str]:
-    """Of each token's heaviest experts, beside layers shuffled against each other. 20 %
-    of the paths that occur, as the paper counts, are fewer the more layers are
+    """Compare the paths of each token's heaviest experts with shuffled layers.
+
+    20 % of the paths that occur, as the paper counts, are fewer the more layers are
     connected, and over all layers hardly a path occurs twice.
     """
     first = _first(d.held)
@@ -257,8 +260,9 @@ def edgemoe_4(d: Data) -> tuple[str, str, str]:
     "87.1 % for one pair",
 )
 def edgemoe_8(d: Data) -> tuple[str, str]:
-    """On text that was not counted, beside knowing nothing; the paper's is the
-    frequency after a pair that it chose.
+    """Measure the prediction's accuracy on held-out text, beside knowing nothing.
+
+    The paper's figure is the frequency after one pair.
     """
     right, best = known_layers(d)
     means = right.mean(axis=0)
@@ -313,8 +317,8 @@ def known_layers(d: Data) -> tuple[np.ndarray, float]:
     "above FIFO, LRU and LFU, no number in the text",
 )
 def edgemoe_13(d: Data) -> tuple[str, str, str]:
-    """By texts, with the paper's tenth of the experts and with a quarter; and with each
-    part of the score taken away.
+    """Compare hit rates by text, with the paper's tenth of the experts and a quarter,
+    and without each part of the score.
     """
     texts = by_text(d.held)
     shares = (0.1, 0.25)
@@ -413,9 +417,11 @@ def hobbit_5b(d: Data) -> tuple[str, str]:
 
 
 def ahead(d: Data, by: int) -> tuple[list[float], list[float], list[float]]:
-    """By layer: how often the later gate finds its first expert on the input of `by`
-    layers before, how often what it finds first is among those selected, and the cosine
-    of both inputs.
+    """Apply each gate to the input of `by` layers before, and compare by layer.
+
+    Returns:
+        The share of tokens with the same first expert, the share whose predicted first
+        expert is selected, and the cosine of both inputs.
     """
     r, first, used, x = (
         d.held.router,
@@ -501,9 +507,7 @@ def hobbit_10(d: Data) -> tuple[str, str]:
     "frequencies differ from sequence to sequence",
 )
 def hobbit_10b(d: Data) -> tuple[str, str]:
-    """How much more the first half of a text says of its second half than of other
-    texts'.
-    """
+    """Compare a text's correlation between its halves with that between texts."""
     halves = []
     used, number = d.held.used(), np.cumsum(d.held.starts) - 1
     for i in range(number[-1] + 1):
@@ -538,8 +542,10 @@ def hobbit_10b(d: Data) -> tuple[str, str]:
     "4.7 to 8.7 % and 2.1 to 4.2 %",
 )
 def hobbit_18(d: Data) -> tuple[str, str]:
-    """By texts: a miss costs what its token's weights say, 1 in high precision, a
-    quarter in low, nothing if it is skipped.
+    """Compare miss penalties by text.
+
+    A miss costs 1 in high precision, a quarter in low and nothing if it is skipped; the
+    token's weights decide which.
     """
     cost = MissCost(*thresholds(recorded_unimportance(d.train)), LOW_COST)
     weights = {name: float(d.sections["hobbit"][name]) for name in WEIGHT_NAMES}
@@ -572,7 +578,7 @@ def hobbit_18(d: Data) -> tuple[str, str]:
     "HOBBIT", "18b", "hits of LFU that forgets with each text, over one that does not", "4.5 % more"
 )
 def hobbit_18b(d: Data) -> tuple[str, str]:
-    """Of all texts, one after the other."""
+    """Compare hit rates over all texts in sequence."""
     trace = d.held.trace()
     more = {
         share: [
@@ -651,7 +657,7 @@ def promoe_8(d: Data) -> tuple[str, str, str]:
 
 @figure("ProMoE", "4.4", "what a stride of two costs the learned predictor", "5 points")
 def promoe_stride(d: Data) -> tuple[str, str]:
-    """Of the layers that both predict."""
+    """Compare accuracies in the layers that both strides predict."""
     one, two = (
         _accuracy(d, get_predictor("learned")(d.held.router, d.sections["learned"], stride=stride))[
             2:

@@ -477,8 +477,9 @@ PAPERS = ("Fate", "EdgeMoE", "HOBBIT", "ProMoE")
 
 
 class Runs:
-    """Each contender on each machine, in rounds that are parts of held-out text:
-    computed when they are first asked for.
+    """The rounds of each contender on each machine, computed at first use.
+
+    A round is a part of the held-out text.
 
     Args:
         widths: [n_gates, n_experts] of EdgeMoE's plan, as shares of its upper width.
@@ -501,8 +502,8 @@ class Runs:
         self._missed: float | None = None
 
     def missed(self) -> float:
-        """Of the experts that a token selects in a layer, the share that LRU by layer
-        misses with half of them on the device.
+        """Return the share of a token's experts that LRU by layer misses with half of
+        the experts on the device.
         """
         if self._missed is None:
             rounds = self._run("LRU", Bandwidths(), 0.5, False, None)
@@ -517,11 +518,14 @@ class Runs:
         prompt: bool = False,
         predictor: type[Predictor] | None = None,
     ) -> list[DeviceResult]:
-        """Of each round.
+        """Return the results of each round.
 
         Args:
-            name, on: of `CONTENDERS` and of `MACHINES`.
-            predictor: in the place of its own.
+            name: Contender, a key of `CONTENDERS`.
+            on: Machine, a key of `MACHINES`.
+            share: Share of the experts on the device.
+            prompt: Whether prompts are processed instead of decoding.
+            predictor: Predictor instead of the contender's own.
         """
         key = (name, on, share, prompt, predictor)
         if key not in self._known:
@@ -589,8 +593,8 @@ WEIGHTS = 1 << 21  # of a matrix of an expert; only the machine's proportions co
 
 
 def on_simulated(r: Ratio, runs: Runs) -> tuple[str, str, str]:
-    """What is so here, the verdict, and what an experiment says of the cause where it
-    is not as claimed.
+    """Return our ratios, the verdict, and the causes that an experiment found where
+    they are not as claimed.
     """
     on = r.on or r.paper
     shares, ratios, outcomes, causes = MACHINES[on].shares, [], [], []
@@ -638,7 +642,7 @@ def cause(r: Ratio, on: str, share: float, runs: Runs) -> str:
 
 
 def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Data:
-    """One pass over the texts; every fifth of them is held out."""
+    """Record one pass over the texts; every fifth sequence is held out."""
     from moeoff.measure.profile_fit import fit
     from moeoff.measure.record import record, recordable, sequences
     from moeoff.policies import FitOptions
@@ -835,7 +839,7 @@ def shipped(results: ResultsFile, runs: Runs) -> None:
 
 
 def contenders(results: ResultsFile, runs: Runs) -> None:
-    """Who they are, and what they do on their machines."""
+    """Write the tables of the contenders, of the machines and of the speeds."""
     table = results.table(
         "contenders",
         "What the papers say they are, and ours",

@@ -1,4 +1,4 @@
-"""How a measurement stands to a paper's claim, by rule: reproduced, direction, level,
+"""Verdicts on a paper's claim from a measurement, by rule: reproduced, direction, level,
 opposite or not testable here.
 """
 
@@ -43,7 +43,7 @@ def verdict(
     perfect: float | None = None,
     reachable: float | None = None,
 ) -> str:
-    """What a value says of a claim.
+    """Return the verdict on a claim.
 
     Args:
         claim: the paper's value, or the ends of its range; None: it has a direction and

@@ -50,15 +50,14 @@ CTX = 256
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with a missing expert of less weight than `light`, and than
-    `lightest`.
+    """A rule for missing experts of low weight.
 
     Attributes:
-        lightest: below it, it is skipped.
-        light: below it, it is deferred, or served by its upper bits.
-        bits: upper bits that are read; 0: it is deferred.
-        copies: the low version has a file of its own.
-        base: bits of an expert that is read whole.
+        lightest: Weight below which an expert is skipped.
+        light: Weight below which it is deferred, or served by its upper bits.
+        bits: Number of upper bits that are read; 0: the expert is deferred.
+        copies: Whether the low version has a file of its own.
+        base: Bits of an expert that is read whole.
     """
 
     lightest: float = 0.0

@@ -94,14 +94,13 @@ def ctx_of(model: str) -> int:
 def beside_curve(
     curve: Sequence[tuple[float, np.ndarray]], cost: float, nll: np.ndarray
 ) -> Estimate | None:
-    """How much more a rule loses than those of a curve do at the same cost, on the
-    straight line between the two that read next less and more.
+    """Compare a rule's loss with a curve's at the same cost, by linear interpolation.
 
     Args:
-        curve: (cost, nll [n_windows, n_scored]) of each.
+        curve: (cost, nll [n_windows, n_scored]) of each point.
 
     Returns:
-        None beyond the curve's ends.
+        Additional loss of the rule; None beyond the curve's ends.
     """
     less = max(
         (point for point in curve if point[0] <= cost), key=lambda point: point[0], default=None
@@ -175,8 +174,8 @@ def frontier(model: str, text: Sequence[str], windows: int, threads: int, reside
          click.option("--own-tokens", default=32768, show_default=True, help="That are written, for each share."))  # fmt: skip
 def contract(model: str, calib: Sequence[str], text: Sequence[str], windows: int, threads: int, resident: Sequence[float], max_loss: str, calib_tokens: int,
              own_tokens: int, json_file: str | None) -> None:  # fmt: skip
-    """What the contract of a bound finds on --calib: bytes and loss behind a simulated
-    cache on --text, and on text of its own behind openings of that.
+    """Search a loss budget on --calib, and measure its bytes and loss with a simulated
+    cache on --text, and on text that the model continues from its beginnings.
     """
     ctx, bound = ctx_of(model), parse_loss(max_loss)
     with (

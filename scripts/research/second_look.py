@@ -1,5 +1,5 @@
-"""Whether to look a second time for the next layer's experts: at its attention's input,
-which this layer's experts have just made.
+"""A second prediction of the next layer's experts, from its attention's input, which
+this layer's experts have just made.
 
 usage: second_look.py recall -m MODEL --calib FILE ... --valid FILE ...   what each look names of the experts that a cache lacks
        second_look.py lead -m MODEL --text FILE [--depths 0,1024,4096]    the time between the second look and the router
@@ -121,7 +121,7 @@ class Looks:
         return normed
 
     def logits(self, gate: int) -> np.ndarray:
-        """What the router gave [n_tokens, n_experts]."""
+        """Return the router's logits [n_tokens, n_experts]."""
         assert self.recording.inputs is not None
         return self.recording.router.logits(gate, self.recording.inputs[:, gate].astype(np.float32))
 
@@ -265,7 +265,7 @@ def recall(
     decode_tokens: int,
     json_file: str | None,
 ) -> None:
-    """What each look names of all experts, and of those that the cache lacks."""
+    """Measure each look's recall, of all experts and of those that the cache lacks."""
     calibration, held = record_looks(model, [calib, valid], [tokens, decode_tokens])
     recording = held.recording
     used, k, n = recording.used(), max(recording.router.n_used), recording.router.n_gates

@@ -58,7 +58,7 @@ READS = {
 
 
 class ThreadTimes(NamedTuple):
-    """Of one thread so far: seconds; and how often it went to sleep by itself."""
+    """The times of one thread so far in seconds, and its number of voluntary sleeps."""
 
     name: str
     running: float
@@ -281,7 +281,7 @@ def read_parts(samples: Sequence[Sample]) -> dict[str, ReadsOfKind]:
 
 
 def other_parts(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of one token, what goes on beside computing: milliseconds, and numbers of sleeps."""
+    """Return activity beside computing for one token: milliseconds, and sleeps."""
     p = _per_token(samples)
     return {
         "the disk is busy": 1e3 * p["disk_busy"],
@@ -293,8 +293,8 @@ def other_parts(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 class Ceiling(NamedTuple):
-    """What a run could reach at most, in tokens per second: as fast as in memory, and
-    as the disk brings what is missed; and its own speed.
+    """The bounds of a run's speed in tokens per second, by the speed in memory and by
+    the disk's rate over the missed bytes; and its own speed.
     """
 
     in_memory: float

@@ -1,1 +1,1 @@
-"""What several test files need. No test imports from another test."""
+"""Helpers of several test files. No test imports from another test."""

@@ -26,7 +26,7 @@ MASKS = ("none", "causal", "padded", "window", "random")
 
 @dataclass(frozen=True)
 class Shape:
-    """What an op attends to: heads of dk and dv numbers, n_group query heads for each
+    """The shape of an op: heads of dk and dv numbers, n_group query heads for each
     KV head.
     """
 

@@ -132,7 +132,7 @@ class Browser:
 
 
 class Page:
-    """What `Browser.open` returns."""
+    """A page that `Browser.open` returns."""
 
     def __init__(self, browser: Browser, session: str):
         self._browser, self._session = browser, session
@@ -155,7 +155,7 @@ class Page:
         wait_until(lambda: self.evaluate(script), timeout)
 
     def is_there(self) -> bool:
-        """Whether a new document is."""
+        """Return whether the new document has loaded."""
         try:
             return self.evaluate(
                 "window.isOld !== true && location.href !== 'about:blank' && document.readyState"

@@ -43,11 +43,12 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 
 class Client:
-    """What is asked of each. url: the server's. model: its name there.
+    """A client of a server.
 
-    chat, stream: the answer to a question, whole and in pieces. tools: what was called,
-    and then once the result was told. schema: JSON text. embeddings: a vector for each
-    text. list: names of models. cancel: an answer of which some has come is given up.
+    url is the server's, model its name there. `chat` and `stream` return the answer to
+    a question, whole and in pieces; `tools` the call, and the answer after its result;
+    `schema` JSON text; `embeddings` a vector for each text; `list` the models' names.
+    `cancel` ends an answer that has begun.
     """
 
     cannot: dict[str, str] = {}
@@ -226,7 +227,7 @@ class Ollama(Client):
 
 
 class _LangChain(Client):
-    """What both of LangChain's have in common."""
+    """The common part of LangChain's two clients."""
 
     slow = True
     chat_model: Any
@@ -459,7 +460,7 @@ class OpenWebUI(Client):
             yield delta.get("content") or ""
 
     def tools(self, text: str) -> list[Calls]:
-        """Its "native" function calling."""
+        """Use Open WebUI's "native" function calling."""
         messages, replies = self.user(text), []
         for _ in range(2):
             calls: dict[int, dict[str, Any]] = {}

@@ -1,5 +1,5 @@
-"""What is asked of ggml's devices while a model computes: waits and copies, counted at
-ggml's own backend interface (ggml-backend-impl.h).
+"""Counts of waits and copies of ggml's devices while a model computes, at ggml's own
+backend interface (ggml-backend-impl.h).
 """
 
 from __future__ import annotations
@@ -152,5 +152,5 @@ class _CountedDevices:
 
 @cache
 def counted_devices() -> _CountedDevices:
-    """Of this process; before a context is created."""
+    """Count calls of this process's devices. Call it before a context is created."""
     return _CountedDevices()

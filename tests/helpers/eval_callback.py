@@ -6,9 +6,9 @@ import llama_cpp
 
 
 class WithCallback:
-    """Before a class of `moeoff.llamacpp.llama`: calls `_watch(node, ask, user)` as
-    llama.cpp's cb_eval does: with ask, whether the node's data is wanted; then with the
-    data.
+    """A mix-in before a class of `moeoff.llamacpp.llama` that calls
+    `_watch(node, ask, user)` as llama.cpp's cb_eval does: with ask to learn whether the
+    node's data is wanted, then with the data.
     """
 
     def __init__(self, *args, **kwargs):

@@ -247,7 +247,7 @@ def quantizable_types() -> dict[str, int]:
 
 
 def has_cpu_kernel(type: int) -> bool:
-    """Whether ggml-cpu multiplies rows of this type at all."""
+    """Return whether ggml-cpu multiplies rows of this type."""
     return bool(_cpu_traits(type).contents.vec_dot)
 
 
@@ -273,7 +273,7 @@ def vec_dot(type: int, n: int, out: int, row: int, column: int) -> None:
 
 
 def is_dense(tensor: int) -> bool:
-    """Whether it lies in a buffer of a model that has an expert buffer."""
+    """Return whether the tensor lies in a buffer of a model with an expert buffer."""
     buffer = ctypes.cast(tensor, POINTER(Tensor)).contents.buffer
     return ctypes.cast(buffer, POINTER(c_void_p))[_RESET] is not None
 

@@ -1,4 +1,4 @@
-"""What a process holds: that it does not grow with each cycle of something."""
+"""Checks that a process does not grow with each cycle of an action."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def _call(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def run_python(code: str, *args: object, **environment: str) -> str:
-    """What a new interpreter, which knows these helpers, writes to its standard output.
-    It must end well.
+    """Run code in a new interpreter that can import these helpers, and return its
+    standard output. Its exit code must be 0.
     """
     folders = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", code, *map(str, args)]

@@ -258,7 +258,7 @@ def client_of(model: str, *words: str, **options) -> Iterator[Client]:
 
 
 def said_of_each(model: str, *args: str) -> list[str]:
-    """What a server says of each of these arguments, before it loads or not."""
+    """Return a server's message for each of these arguments, whether or not it loads."""
     return run_python(EACH, model, *args).splitlines()
 
 
@@ -295,8 +295,10 @@ def llama_server() -> str:
 
 @contextlib.contextmanager
 def stock_server(model: str, *args: str) -> Iterator[str]:
-    """Its URL. It computes as our kernels do: without repacking, with flash attention,
-    one answer at a time on two threads.
+    """Start stock llama-server and return its URL.
+
+    It computes as our kernels do: without repacking, with flash attention, one answer
+    at a time on two threads.
     """
     port = free_port()
     command = [
