@@ -114,6 +114,13 @@ def test_damage_ends_the_trace(tmp_path):
     assert len(Trace.read(path).events) == 11
 
 
+def test_an_expert_that_is_not_there_ends_the_trace(tmp_path):
+    with TraceWriter(tmp_path / "t", MODEL) as writer:
+        for event in gate_events(3):
+            writer.write(event if event.gate < 2 else replace(event, ids=event.ids * 0 + 8))
+    assert len(Trace.read(tmp_path / "t").events) == 2
+
+
 @pytest.mark.parametrize("field, value", [(2, 200), (4, 9999)], ids=["gate", "tokens"])
 def test_a_record_that_cannot_be_ends_the_trace(tmp_path, field, value):
     """Its fields are not in the checksum: a gate that is not there, more tokens than

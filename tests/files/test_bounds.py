@@ -176,9 +176,10 @@ def huge() -> bytes:
     (member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }\n"), "has 8 bytes"),
     (member(np.zeros(1), b"(" * 9000), "has a damaged header"),
     (member(np.zeros(4))[:-8], "has 24 bytes, expected 32"),
+    (member(np.zeros(2)) + bytes(8), "has 24 bytes, expected 16"),
     (b"no array", "magic"),
     (b"", "magic|EOF|expected"),
-], ids=range(10))  # fmt: skip
+], ids=range(11))  # fmt: skip
 def test_members_that_are_no_arrays(tmp_path, data, words):
     with pytest.raises(ArchiveError, match=words):
         read_npz(archive(tmp_path / "a.npz", a=data), 1 << 40)

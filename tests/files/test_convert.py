@@ -487,6 +487,7 @@ def test_imatrix(tmp_path, form):
         b"",
         b"GGUF",
         b"\x05\x00\x00\x00\xff\xff\xff\xff",
+        b"\x01\x00\x00\x00" + bytes(12),  # without a name
         path.read_bytes()[:-100],
         endless,
     ):

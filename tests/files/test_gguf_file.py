@@ -196,6 +196,14 @@ def test_cut_short_is_an_error(tmp_path):
         ModelFile(tmp_path / "absent.gguf")
 
 
+def test_more_than_four_dimensions_are_refused(tmp_path):
+    tensors = [Tensor("a", (2, 1, 1, 1, 4), T.F32)]
+    with ModelWriter(tmp_path / "x.gguf", {"general.architecture": "none"}, tensors) as writer:
+        writer.write(np.zeros(32, np.uint8))
+    with pytest.raises(ModelError, match="'a' has 5 dimensions, expected at most 4"):
+        ModelFile(tmp_path / "x.gguf")
+
+
 def test_writer_leaves_nothing_on_errors(tmp_path):
     tensors = [Tensor("a", (2, 8), T.F32), Tensor("b", (8,), T.F32)]
     metadata = {"general.architecture": "none"}

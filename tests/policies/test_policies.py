@@ -31,6 +31,9 @@ from moeoff.policies import (
     strategy_names,
 )
 from moeoff.policies.hobbit import (
+    HIGH,
+    LOW,
+    SKIP,
     T1,
     T2,
     Hobbit,
@@ -39,6 +42,7 @@ from moeoff.policies.hobbit import (
     recorded_unimportance,
     thresholds,
     unimportance,
+    versions,
 )
 from moeoff.policies.replay import simulate
 from moeoff.policies.score import Score, fit_score, next_use
@@ -201,13 +205,10 @@ def hobbit_of(events, **options):
     policy = get_policy("hobbit")(
         CacheShape(1, 4, 2, 2), lru=0, lfu=0.3, lhu=0.7, fld=0, t1=0.5, **options
     )
-    for ids, weights, versions in events:
-        versions = None if versions is None else np.array([versions], np.uint8)
-        policy.update(
-            GateEvent(
-                0, np.array([ids], np.int32), np.array([weights], np.float32), versions=versions
-            )
-        )
+    for ids, weights, served in events:
+        served = None if served is None else np.array([served], np.uint8)
+        selected = np.array([ids], np.int32), np.array([weights], np.float32)
+        policy.update(GateEvent(0, *selected, versions=served))
     return policy.priorities[0]
 
 
@@ -276,6 +277,8 @@ def test_thresholds_leave_the_shares_of_the_paper():
 def test_unimportance_and_miss_cost():
     weights = np.array([[0.1, 0.6, 0.3]])
     assert np.allclose(unimportance(weights), [[0.9, 0.0, 0.6]])
+    at_bounds = versions(np.array([0.6, 0.7, 0.9, 1.0]), 0.6, 0.9)
+    assert at_bounds.tolist() == [HIGH, LOW, LOW, SKIP]
     assert MissCost().decoded(np.array([[0.04, 0.5, 0.2, 0.26]])).tolist() == [
         [0.0, 1.0, 0.25, 1.0]
     ]
