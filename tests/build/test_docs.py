@@ -1,4 +1,4 @@
-"""What the documentation says is what the program does."""
+"""The documentation agrees with the program."""
 
 import ast
 import importlib.util
@@ -125,7 +125,7 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
 
 
 def anchors(page):
-    """Of a page's headings, as a code host makes them."""
+    """Return the anchors of a page's headings, as a code host makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {
         re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "]", heading).lower()).replace(" ", "-")

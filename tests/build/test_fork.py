@@ -92,8 +92,8 @@ def test_every_failure_is_reported_by_name(fork: Fork, sdist: Path) -> None:
 
 
 def test_what_does_not_agree_is_told(fork: Fork, sdist: Path) -> None:
-    """What upstream may take fits the release by itself, the fork's number is in the
-    patched version, own sources replace no file of the release.
+    """Upstreamable patches apply to the release alone, the patched version has the
+    fork's number, and own sources replace no file of the release.
     """
     # on what 0004 to 0009 make of the server
     (server,) = (patch for patch in fork.patches if "hooks-for-a-host-process" in patch.name)
@@ -112,8 +112,8 @@ def test_what_does_not_agree_is_told(fork: Fork, sdist: Path) -> None:
 
 @pytest.mark.slow  # git commits thousands of files
 def test_refresh(fork: Fork, sdist: Path, tmp_path: Path) -> None:
-    """Of a tree as it is made nothing changes; a new commit gets a number; what is not
-    committed is refused.
+    """A fresh tree changes nothing, a new commit gets a number, and uncommitted changes
+    are refused.
     """
     tree, before, names = (
         tmp_path / "tree",

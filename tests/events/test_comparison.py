@@ -124,7 +124,7 @@ def test_the_fastest_is_kept(seconds, fastest):
 
 
 def test_it_is_compared_again():
-    """What was slower while other work went on gets another chance."""
+    """A mode that was slower while other work ran is tried again."""
     tuner = ModeTuner(("cooperative",))
     decode(tuner, {"cooperative": 0.2, "cpu": 0.1}, 200)
     assert tuner.decode_mode == "cpu" and tuner.gain < -0.4

@@ -265,8 +265,8 @@ def test_a_token_in_both_precisions(two_precisions, tmp_path):
     ],
 )
 def test_a_lossy_run_comes_back_from_its_trace(two_precisions, tmp_path, strategy, precision):
-    """What is decided by what is in memory, and predicted, and uploaded: the same bits
-    where the decisions are the same, with other memory and slots.
+    """With the same decisions a lossy run has the same bits, whatever the memory and
+    the slots.
     """
     ours = {
         "vram": "1G",
@@ -412,8 +412,9 @@ def test_auto_tries_all_ways(demo, tmp_path):
 
 @pytest.mark.parametrize("mode", ["cooperative", "centric", "waves"])
 def test_what_is_predicted_is_uploaded(demo, tmp_path, mode):
-    """Before its router selects, by another thread than the one that computes: with
-    everything in host memory, and a predictor that is not compared.
+    """Predicted experts are uploaded before their router selects, by another thread
+    than the one that computes. Host memory holds all experts, and the predictor is not
+    compared.
     """
     batches = [1] * 96
     ours = {
@@ -696,9 +697,9 @@ def test_a_server_says_it_too(demo, tmp_path):
 
 
 def test_waits_and_copies(demo, tmp_path):
-    """Of the thread that computes, for a decoded token: one wait for each layer, where
-    its router's choice is fetched, and no copy of a layer's that is waited for, whoever
-    computes the experts, and also while experts are uploaded.
+    """For a decoded token the computing thread waits once per layer, where its router's
+    selection is fetched, and for none of the layer's copies, whoever computes the
+    experts, and also while experts are uploaded.
     """
     batches = [9, *[1] * 6]
     ours = {"vram": "1G", "batches": batches, "count": True}

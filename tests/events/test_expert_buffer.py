@@ -158,7 +158,9 @@ def test_a_batch_larger_than_the_queue_is_not_dropped(demo):
 
 
 def test_gate_rows(demo):
-    """Of a larger batch, rows of evenly spread tokens: the same that all of them have."""
+    """A larger batch keeps rows of evenly spread tokens, equal to those that all tokens
+    have.
+    """
     events, few = [], []
     with moeoff.Llama(demo, expert_memory="3M", strategy="lru", gate_input=True, **OPTIONS) as llm:
         for into, rows in ((events, 0), (few, 5)):
@@ -292,7 +294,7 @@ def test_a_bench_waits_for_no_read_that_has_failed(demo, reference, tmp_path, mo
 
 
 def test_a_callback_that_raises_beside_a_read_that_fails(demo, reference, tmp_path, monkeypatch):
-    """What the callback raised is told, and the failed read does not end the next
+    """The callback's exception is reported, and the failed read does not end the next
     answer.
     """
 

@@ -417,8 +417,8 @@ class TwoAhead(Predictor):
 
 
 def two_ahead(n_tokens, resident, bounded=False):
-    """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each,
-    experts 0 and 1. If bounded, the disk has had no time to spare.
+    """Return what is requested of gates 1 and 2 when gate 0 has selected: two
+    candidates each, experts 0 and 1. If bounded, the disk has had no time to spare.
     """
     model = TraceHeader(
         "three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2))
@@ -502,7 +502,7 @@ class Expected:
 
 
 def prefetched(scores, events=(), decode=True, **options):
-    """What is prefetched by these scores after these events, if reads are not rationed."""
+    """Return what these scores prefetch after these events, if reads are not rationed."""
     buffer = Recorder()
     prefetcher = Prefetcher(buffer, Expected(scores), bounded=False, ab_tested=False, **options)
     for event in events:
@@ -796,8 +796,8 @@ def test_a_gate_that_is_hard_to_foresee_reads_less():
 
 
 def test_what_is_resident_says_nothing():
-    """Of a good cache the residents are predicted well. Only what would have been read
-    counts.
+    """A good cache's residents are predicted well, so only predictions that would be
+    read count.
     """
     prefetch_precision, resident = PrefetchPrecision(2, 8, 2), np.ones((2, 8), bool)
     resident[1, 4:] = False

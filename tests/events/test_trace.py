@@ -74,7 +74,9 @@ def test_round_trip(tmp_path, n_tokens, probs):
 
 
 def test_what_a_gpu_computed_with_is_kept(tmp_path):
-    """Of batches whose bits do not fill a byte; an event without any has none."""
+    """Device bits are kept for batches that do not fill a byte; an event without any
+    has none.
+    """
     rng = np.random.default_rng(1)
     live = [replace(e, on_device=rng.random((7, 2)) < 0.4) for e in gate_events(9, 7)]
     live[3] = replace(live[3], on_device=np.zeros((7, 2), bool))
@@ -123,8 +125,8 @@ def test_an_expert_that_is_not_there_ends_the_trace(tmp_path):
 
 @pytest.mark.parametrize("field, value", [(2, 200), (4, 9999)], ids=["gate", "tokens"])
 def test_a_record_that_cannot_be_ends_the_trace(tmp_path, field, value):
-    """Its fields are not in the checksum: a gate that is not there, more tokens than
-    the payload has.
+    """A record's fields are not in the checksum: a gate that is not there, more tokens
+    than the payload has.
     """
     path = tmp_path / "t"
     write(path)

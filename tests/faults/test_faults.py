@@ -69,8 +69,8 @@ print(outcome.problems)
 
 @pytest.mark.slow
 def test_damaged_files(tmp_path: Path):
-    """Of all kinds: a pipe at least, which is no file; and some models that are refused
-    or answer.
+    """Files of all kinds, of each at least a pipe, and some models that are refused or
+    answer.
     """
     run("files", "--count", "2", "--seed", "2", "--json", str(tmp_path / "x.json"))
     (table,) = json.loads((tmp_path / "x.json").read_text())["tables"]

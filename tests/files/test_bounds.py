@@ -357,9 +357,9 @@ for statement in sys.argv[1:]:
 
 
 def texts_and_peaks(*statements: str) -> list[tuple[str, int]]:
-    """What each of these, one after the other, says of files that ask for too much, and
-    the most that the process had taken by then, in MiB. A use of freed memory, at its
-    end too, ends it.
+    """Return what each expression, one after the other, says of files that ask for too
+    much, and the process's peak until then in MiB. A use of freed memory ends the
+    process, at its end, too.
     """
     lines = run_python(EACH, *statements, MALLOC_PERTURB_="165").splitlines()
     return [(text, int(peak)) for peak, _, text in (line.partition(" ") for line in lines)]
@@ -410,7 +410,7 @@ def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
 
 
 def test_headers_of_what_a_server_loads(demo, tmp_path):
-    """Before anything is planned with them: planning reads them, too."""
+    """Headers are checked before anything is planned, because planning reads them, too."""
     from moeoff.server.extra_models import extra_models
 
     path = rewritten(DEMO, tmp_path / "a.gguf", {"general.description": "x" * (60 << 20)})

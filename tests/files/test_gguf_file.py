@@ -231,8 +231,8 @@ def test_writer_leaves_nothing_on_errors(tmp_path):
 
 
 def as_llama_cpp_has_it(path) -> Header:
-    """Of our reader. Strings end at their first zero, as C's do; tensors of one name up
-    to there are one.
+    """Return our reader's header in llama.cpp's form: strings end at their first zero,
+    as in C, and tensors with equal names up to there are one.
     """
     with ModelFile(path) as file:
         values, tensors = {}, {}
@@ -352,7 +352,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_python_and_native_agree(name):
-    """What one takes for routed experts the other does, with the same layer and matrix."""
+    """Both sides find the same routed experts, with the same layer and matrix."""
     buffer, context, info = ExpertBuffer(), Context(), native.TensorInfo()
     with contextlib.closing(buffer), contextlib.closing(context):
         context.tensor(F32, 32, 4, 2, name=name)

@@ -45,8 +45,8 @@ REFERENCE = np.array([2.792, -7.438, -7.4488, 3.7218, 1.7363, -2.4663])
 
 
 class Routes(WithCallback, Stock):
-    """Of each layer the sorted ids of the experts that were chosen, [n_tokens, 4]; with
-    an F32 cache.
+    """The sorted ids of each layer's selected experts, [n_tokens, 4]; with an F32
+    cache.
     """
 
     def __init__(self, path: Path):
@@ -208,7 +208,7 @@ def test_sizes_are_the_published_ones(name):
 
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "mixtral-8x7b"])
 def test_the_memory_that_models_need_is_what_inspect_says(shape, tmp_path, moeoff_command):
-    """Of the README's table; processes differ a little."""
+    """The README's table agrees with `inspect`; processes differ a little."""
     path = tmp_path / "header.gguf"
     header_model(shape, str(path))
     done = moeoff_command("inspect", str(path), "-c", str(needs.N_CTX), "--probe", "off", "--json")

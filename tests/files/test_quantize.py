@@ -67,7 +67,7 @@ def test_chunked_is_whole(name, sizes):
 
 
 def searched(rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
-    """What comes back from Q2_0, whose scales are searched."""
+    """Return rows after a round trip through Q2_0, whose scales are searched."""
     type = type_from_name("Q2_0")
     data = quantize(rows, type, imatrix)
     assert data.dtype == np.uint8 and data.shape == (len(rows), row_bytes(type, rows.shape[1]))

@@ -406,8 +406,8 @@ def test_what_convert_says_to_type_next(demo, invoke, tmp_path, beside):
 
 
 def test_a_sidecar_of_another_format_is_refused(demo, tmp_path):
-    """Of the first format, say, in which the tier of the model's own bytes had another
-    name.
+    """For example the first format, in which the tier of the model's own bytes had
+    another name.
     """
     path = convert(demo, output=tmp_path / "old.gguf", tiers="original").path
     key, data = b"moeoff.format_version", bytearray(Path(path).read_bytes())

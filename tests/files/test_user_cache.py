@@ -1,5 +1,5 @@
-"""What was measured is found again where all that it depends on is the same, and
-nowhere else.
+"""A measurement is found again where all that it depends on is the same, and nowhere
+else.
 """
 
 import pwd

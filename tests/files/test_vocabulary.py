@@ -41,7 +41,7 @@ def test_a_tokenizer_that_lacks_tokens(demo, tmp_path, model, more, message):
 
 
 def refusal(*command: object) -> str:
-    """What a command says that ends with an error."""
+    """Return the message of a command that ends with an error."""
     done = CliRunner().invoke(main, [str(argument) for argument in command], prog_name="moeoff")
     assert done.exit_code == 1 and len(done.stderr.strip().splitlines()) == 1, done.output
     return done.stderr

@@ -1,4 +1,4 @@
-"""How scripts/research/precision.py compares a rule with those of a curve."""
+"""scripts/research/precision.py compares a rule with those of a curve."""
 
 from __future__ import annotations
 

@@ -278,8 +278,8 @@ def test_searched_tau(measured, text):
 
 
 def test_bytes_are_compared_on_the_same_tokens(demo, text):
-    """What is missed where nothing is left out comes from the choices of the lossless
-    pass, for every share: as a simulated cache in the gate node counts it.
+    """Misses without skipping come from the lossless pass's selections, for every
+    share, as a simulated cache in the gate node counts them.
     """
     with open_model(
         demo, 128, precision=Precision(tau=0.1, resident=0.25), deterministic=True, **OPTIONS
@@ -537,8 +537,8 @@ def test_the_same_budget_makes_the_same_choice(measured):
 
 @own_process
 def test_a_moved_budget_keeps_the_bound(tau_alone):
-    """What was measured with half resident is not promised with next to nothing, nor
-    needed where all fit; it comes back with its budget.
+    """A setting that was measured with half of the experts resident is used neither
+    with next to none nor where all fit; it comes back with its budget.
     """
 
     def bounds(process):

@@ -1,5 +1,5 @@
-"""What a person gives up by hand: the same options wherever a model is opened, and in
-the simulator; each does something, or is refused.
+"""Lossy options given by hand: the same wherever a model is opened and in the
+simulator; each has an effect or is refused.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def test_a_bound_that_was_measured_without_the_sidecar(model, tmp_path, invoke):
 
 
 def test_tiers_by_their_bits(model):
-    """Of Q4_0, Q2_0 and Q2_K; a model in four bits needs no tier of four, and has no
-    lower one of them.
+    """Q4_0, Q2_0 and Q2_K; a model in four bits needs no tier of four, and has no lower
+    one among them.
     """
     index = ModelIndex.read(model)
     source = ExpertSource.make(index, tier=INT4, low_tier=LOWEST)

@@ -80,8 +80,8 @@ def test_lossless_with_a_low_pool(model):
 
 
 def test_replay_is_bit_identical(model, tmp_path):
-    """What a lossy run computed comes back from its trace, whatever is resident,
-    prefetched or asked by the rule.
+    """A lossy run is repeated from its trace, whatever is resident, prefetched or asked
+    by the rule.
     """
     trace = tmp_path / "trace"
     recorded, stats = logits(model, precision=LOSSY, trace=trace, strategy="hobbit")

@@ -245,8 +245,8 @@ def leave_out(graph: Graph, tau: float, blind: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("blind", [False, True])
 def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
-    """Of tokens that are decoded alone; the first expert has no privilege, a weight
-    that equals tau is enough, and what is left out is not read.
+    """In tokens that are decoded alone: the first expert has no privilege, a weight
+    equal to tau is kept, and skipped experts are not read.
     """
     rng = np.random.default_rng(3)
     seen = np.zeros(3, int)

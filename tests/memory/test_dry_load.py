@@ -1,5 +1,5 @@
-"""What llama.cpp plans before a model is loaded is what the loaded model takes,
-whatever the options and the architecture.
+"""llama.cpp's plan before a model is loaded agrees with the loaded model, for all
+options and architectures.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a batch leaves untouched of the buffers for the largest one is lent to the
-experts, and taken back before a larger one is computed.
+"""Buffers for the largest batch are lent to the experts where a batch leaves them
+untouched, and taken back before a larger batch is computed.
 """
 
 import json
@@ -146,8 +146,8 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 
 class Outcome:
-    """What comes of turns: the arena as each batch is about to be computed, each
-    batch's outputs, and the experts in memory after each turn.
+    """Results of turns: the arena before each batch is computed, each batch's outputs,
+    and the experts in memory after each turn.
 
     Its numbers are the process's: one at a time.
     """
@@ -214,8 +214,8 @@ def resident(llm: moeoff.Llama) -> int:
 @pytest.mark.parametrize("flash_attn", [True, pytest.param(False, marks=pytest.mark.slow)])
 @own_process
 def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
-    """Of a long context's KV cache, until it gets there; without flash attention of its
-    keys alone.
+    """Experts have the unused part of a long context's KV cache; without flash
+    attention that of its keys alone.
     """
     options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "flash_attn": flash_attn}
     text = tokens(500)

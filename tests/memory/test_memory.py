@@ -216,8 +216,8 @@ def test_below_the_floor_is_refused(grown, tmp_path):
 
 
 class Machine:
-    """What a process could have on it, in bytes, and how long others wait for memory,
-    as a share.
+    """Memory that a process could have, in bytes, and the share of time that others
+    wait for memory.
     """
 
     def __init__(self, monkeypatch):
@@ -292,8 +292,8 @@ def test_a_default_budget_follows_within_a_batch(grown, monkeypatch):
 
 
 def test_a_default_budget_goes_down_to_what_computes(grown, monkeypatch):
-    """What smaller batches have left to experts goes, too, and the largest prompt is
-    still read.
+    """Memory that smaller batches have lent to experts is taken, too, and the largest
+    prompt is still read.
     """
     machine = Machine(monkeypatch)
     with moeoff.Llama(grown, n_ctx=512, n_threads=1) as llm:
@@ -438,7 +438,7 @@ def killed(group: cgroup.Cgroup) -> int:
 
 @functools.cache
 def alone() -> tuple[dict, float]:
-    """What a competitor takes on a machine that has nothing else."""
+    """Return what a competitor takes on a machine that runs nothing else."""
     with cgroup.memory_cgroup(LIMIT * MIB) as group:
         competitor = Competitor(group)
         return competitor.took, competitor.end()

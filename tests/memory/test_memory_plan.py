@@ -1,5 +1,5 @@
-"""How memory is divided: whatever the sizes, it fits the bound, or the refusal names
-one that is enough.
+"""Plans of memory: whatever the sizes, a plan fits the bound, or the refusal names one
+that is enough.
 """
 
 import re
@@ -119,7 +119,7 @@ def test_items_of_a_plan_are_its_parts():
 
 
 def layers(*sizes: int, spare: int = 2):
-    """What n slots of each layer take, with those of zeros."""
+    """Return the bytes of n slots of each layer, with those of zeros."""
     return [lambda n, size=size: size * (n + spare) if n else 0 for size in sizes]
 
 
@@ -225,7 +225,7 @@ def test_what_would_do_is_named():
     ],
 )
 def test_a_stage_takes_a_quarter_of_the_room_at_most(room, most, stage):
-    """Of 32 experts that take 1 MiB each: all of them twice, once, or a part."""
+    """32 experts of 1 MiB each: all of them twice, once, or a part."""
     device = DeviceRoom("GPU0", 1000 * MIB, (1000 - room) * MIB, 4000 * MIB)
     assert stage_that_fits([(device, lambda n: n * MIB if n <= most else 0, MIB)], 32, 4) == stage
     # a slot of each layer comes first

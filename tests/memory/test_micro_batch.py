@@ -65,7 +65,7 @@ def test_buffers_leave_the_experts_most_of_the_memory():
 
 
 def test_a_larger_one_needs_room_for_a_layer():
-    """Its parts use the experts of a layer one after the other."""
+    """The parts of a larger micro-batch use a layer's experts one after the other."""
     rooms = {
         n: choose_micro_batch(8192, 6 * GIB, 16 * GIB, buffers, FAST, layer_bytes=n * GIB).n_tokens
         for n in (5, 6)

@@ -205,7 +205,7 @@ def per_layer(tmp_path_factory) -> str:
 
 
 def test_a_row_for_each_layer(per_layer):
-    """Of a model whose token embedding is its output matrix, too."""
+    """Per-layer rows, also of a model whose token embedding is its output matrix."""
     model_index = ModelIndex.read(per_layer)
     assert list(model_index.row_tables) == [PER_LAYER]
     with (
@@ -272,7 +272,7 @@ def with_longer_table(path: Path, out: Path, n_rows: int) -> Path:
 
 
 def test_rows_for_n_grams(writer, folder):
-    """Of several heads for each token, in a table of two hundred thousand rows."""
+    """Several heads for each token, in a table of two hundred thousand rows."""
     path = with_longer_table(
         write_model(writer, folder, "qwen4exp", "Q8_0"), folder / "longer.gguf", 200_000
     )

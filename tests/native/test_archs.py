@@ -120,8 +120,8 @@ def test_logits_equal_stock(architecture, kind, writer, folder):
     "architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK]
 )
 def test_a_large_batch(architecture, writer, folder):
-    """Its experts are computed 512 tokens at a time, each read once, with the bits of
-    all at once.
+    """A large batch's experts are computed 512 tokens at a time, each read once, with
+    the bits of all at once.
     """
     path, n = write_model(writer, folder, architecture, "4-bit"), 1100
     large = {"n_ctx": 1280, "n_batch": 1280, "n_ubatch": 1280}

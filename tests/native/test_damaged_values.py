@@ -1,5 +1,5 @@
-"""What a file says beyond its shapes and types: tables of experts, numbers, adapters
-for another model; and what ggml asserts while several threads compute.
+"""Damaged values in files with right shapes and types: tables of experts, numbers,
+adapters for another model; and ggml's assertions while several threads compute.
 """
 
 import subprocess

@@ -233,8 +233,8 @@ def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
 
 
 def test_cancelled(tmp_path, backend):
-    """What is cancelled ends without what is not there, and is nobody's error; then all
-    is as before.
+    """A cancelled product ends without the missing experts and without an error; then
+    all is as before.
     """
     rng = np.random.default_rng(14)
     plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=2)

@@ -140,7 +140,7 @@ def test_gate_events_hold_the_mutex_briefly(tmp_path: Path) -> None:
 @with_gcc
 @pytest.mark.slow
 def test_waiting_wakes_no_more_threads_than_it_must(tmp_path: Path) -> None:
-    """Of each token's 144 ops 122 wait for some of 466 reads. A thread sleeps about
+    """In each token 122 of 144 ops wait for some of 466 reads. A thread sleeps about
     once in each of those; a read blocks once, the four threads that read run dry about
     once a layer, and the driver does. Each thread visiting each slice took 1,030, 3,100
     and 8,900 switches, 720 of them not the compute threads': of these a third is left.

@@ -70,7 +70,7 @@ def tables_of_ggml_cpu() -> None:
 
 
 def types_with_kernels() -> set[str]:
-    """Of the processor that this build is for."""
+    """Return the types with kernels for the processor of this build."""
     text = api.llama_print_system_info().decode()
     built = {
         item.split("=")[0].split(":")[-1].strip()
@@ -183,8 +183,8 @@ def tree(tmp_path_factory) -> Path:
 
 
 def fuzz(tree: Path, n_products: int, *flags: str, **environment: str) -> dict[str, str]:
-    """What a build of the kernels with these compiler flags has printed of each type.
-    Whether all are equal is its exit code.
+    """Return what a build of the kernels with these compiler flags prints of each type.
+    Its exit code says whether all are equal.
     """
     done = subprocess.run(
         ["bash", str(FUZZ), str(n_products), *flags],
@@ -228,8 +228,8 @@ def test_a_processor_without_wide_registers_has_a_build(compiler, flags, tree):
     platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86"
 )
 def test_bits_of_vec_dot_with_avx2(tree):
-    """Of the processors that have no more, and under the address and
-    undefined-behaviour sanitizers.
+    """Processors that have no more than AVX2; under the address and undefined-behaviour
+    sanitizers.
     """
     assert {name.upper() for name in fuzz(tree, 3000, *AVX2_FLAGS, SANITIZE="1")} == set(TYPES) - {
         "Q5_0"

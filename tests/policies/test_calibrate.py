@@ -345,7 +345,7 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
 
 
 def test_command(calibrated, invoke, monkeypatch):
-    """What is typed reaches the library function, and what that returns is shown."""
+    """Options reach the library function, and its result is shown."""
     model, result, _ = calibrated
     options = {}
     with monkeypatch.context() as patched:

@@ -38,7 +38,7 @@ LAYER_US = 1000  # any: all that matters is how long sending takes beside it
 
 @pytest.fixture(scope="module")
 def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
-    """What was held out, and a profile of the rest."""
+    """Return the held-out recording, and a profile of the rest."""
     train, held = recording.split(0.2)
     path = str(tmp_path_factory.mktemp("device") / "demo.profile.npz")
     model_index = ModelIndex.read(demo)
@@ -68,7 +68,7 @@ def attached(demo, learned, strategy, *, share=0.5, read=1 / 8):
 
 
 def meter(demo, learned, strategy, **options):
-    """What the driver has counted of the held-out text's predictions."""
+    """Return the driver's counts of the held-out text's predictions."""
     buffer, driver = attached(demo, learned, strategy, **options)
     decode(buffer, learned[0], driver, 192)
     return driver.prefetcher.meter
@@ -79,7 +79,7 @@ SLOW_LINK = Bandwidths(link=1.0)
 
 
 def test_papers_on_a_device(demo, learned):
-    """What is absent is sent to a GPU: the papers' systems beat sending everything, a
+    """Absent experts are sent to a GPU: the papers' systems beat sending everything, a
     larger GPU and smaller copies help, and a run repeats.
     """
     held, profile = learned
@@ -149,7 +149,7 @@ def test_the_oracle_looks_as_far_ahead_as_it_is_asked_to():
 
 
 def read_order(demo, learned, strategy, n_tokens=128):
-    """Of the gates of a prompt's first batch: what the strategy reads ahead of each, in
+    """Return what the strategy reads ahead of each gate of a prompt's first batch, in
     order, and how many of its tokens select each expert.
     """
     held, _ = learned
@@ -294,8 +294,8 @@ def test_a_device_by_hand():
 
 
 def test_a_devices_prefetch_by_hand():
-    """What was sent ahead is not waited for; what comes late is waited for by the rest;
-    what is not chosen is given up.
+    """A prefetch that has arrived is not waited for, a late one for the rest of its
+    time; one that is not selected is given up.
     """
     buffer = DeviceBuffer(ONE, SPEEDS, 4 * 5000)
     assert took(buffer, (0, 0)) == [LINK + DEVICE + LAYER]

@@ -132,8 +132,8 @@ class TestContract:
 
     @pytest.mark.parametrize("n_tokens", [1, 3])
     def test_updates_say_whether_the_table_changed(self, name, n_tokens):
-        """What is not published must not differ from what was: an update that returns
-        False has left the table alone.
+        """An update that returns False has left the table alone, because it is not
+        published.
         """
         shape = CacheShape(24, 8, 2, 90)
         policy = get_policy(name)(shape)
@@ -229,8 +229,8 @@ def test_hobbit_counts_what_was_served_in_high_precision():
 
 
 def test_hobbit_keeps_both_fitted_weights():
-    """What a calibration found is what a lossy run uses: no part of it gives way to
-    another formula.
+    """A lossy run uses the weights that a calibration found: no part of them gives way
+    to another formula.
     """
     fitted = {
         name: np.array(weight)
@@ -258,7 +258,7 @@ def test_unimportance_by_brute_force():
 
 
 def test_thresholds_leave_the_shares_of_the_paper():
-    """Of 1,000 uses spread evenly, two thirds and 30 % as on Mixtral; where half of the
+    """Two thirds and 30 % of 1,000 evenly spread uses, as on Mixtral; where half of the
     scores are 0, T1 lies above them.
     """
     scores = np.random.default_rng(0).permutation(np.linspace(0, 1, 1001))

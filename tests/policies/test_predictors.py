@@ -76,7 +76,7 @@ def batch_events(recording: Recording, start: int, stop: int) -> list[GateEvent]
 def drive(
     predictor: Predictor, events: list[GateEvent], tokens: np.ndarray
 ) -> list[list[tuple[int, np.ndarray]]]:
-    """What it says before and after each event."""
+    """Return the predictor's scores before and after each event."""
     out, at = [], 0
     for event in events:
         if event.gate == 0:
@@ -89,8 +89,8 @@ def drive(
 
 @pytest.mark.slow
 def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
-    """Of all the text, and not its beginning alone: what the fits learn from is spread
-    as wide as the room for it allows.
+    """Fits learn from inputs of all the text, not of its beginning alone, spread as
+    wide as the room for them allows.
     """
     from moeoff.measure import record as module
 

@@ -24,7 +24,7 @@ turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
 
 
 def rows(*events):
-    """Of (turn, phase, layer, {step: experts}): expert 0 was in memory."""
+    """Return rows of (turn, phase, layer, {step: experts}); expert 0 was in memory."""
     out = []
     for turn, phase, layer, tokens in events:
         for step, experts in tokens.items():

@@ -59,8 +59,8 @@ def test_fresh_gate_control(demo):
 
 
 def test_gemmas_routers_norm_the_stream_themselves(tmp_path):
-    """What they read is told, and between two of them stand their own scales, not the
-    norms of the experts.
+    """The routers' inputs are reported, and between two of them stand their own scales,
+    not the norms of the experts.
     """
     path, events = tmp_path / "model.gguf", []
     shape_model(SHAPES["gemma-4-26b-a4b"].cut(layers=6, shrink=8), path)

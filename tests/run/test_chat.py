@@ -71,7 +71,7 @@ def test_answers_and_leaves(chat):
 
 
 def talk(client: Client, *lines: str) -> None:
-    """What a person types, then Ctrl-D."""
+    """Type these lines, then Ctrl-D."""
     typed = iter(lines)
     Chat(client, read=lambda: next(typed, None) or _leave()).loop()
 
@@ -301,7 +301,7 @@ def test_thoughts_can_be_turned_off(demo, capfd):
     ids=["think", "gpt-oss"],
 )
 def test_thoughts_stay_out_of_the_answer_and_the_next_turn(demo, capfd, template, text):
-    """What a model thinks is told apart by its template; in a pipe it is left out."""
+    """The template tells a model's thoughts apart; a pipe does not show them."""
     seen = []
     with client_of(demo, "-c", "512", "--chat-template", template, "--temp", "0") as client:
         client.settings["grammar"] = f'root ::= "{text}"'

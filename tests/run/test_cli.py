@@ -185,8 +185,8 @@ def test_the_time_left_of_what_slows_down(monkeypatch, capsys):
 
 
 def test_bench_says_how_far_a_test_is(monkeypatch, capsys):
-    """Of its tokens, at what rate, and how long it will take; nothing of it stays on
-    the screen.
+    """The line shows tokens, their rate and the time left; nothing of it stays on the
+    screen.
     """
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     for name in ("LINE_DELAY", "LINE_INTERVAL"):

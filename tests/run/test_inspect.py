@@ -186,7 +186,7 @@ def _cells(name, table):
 
 
 def test_speeds_that_were_measured_are_told_from_their_bytes():
-    """Of docs/results: what a token took, by the bytes that it read, the disk's rate
+    """Speeds of docs/results follow from the bytes that a token read, the disk's rate
     and the time with everything in memory.
     """
     checked = 0
@@ -199,8 +199,8 @@ def test_speeds_that_were_measured_are_told_from_their_bytes():
 
 
 def test_misses_that_were_measured_are_told_from_the_share():
-    """Of docs/results: replays of the demo model's text, and of published models'
-    answers, whose first uses of an expert are misses, too.
+    """Misses of docs/results: replays of the demo model's text, and of published
+    models' answers, whose first uses of an expert are misses, too.
     """
     for name, table, strategy, choice in (("cache-policies", None, "score", 8), ("published-traces", "qwen3-30b-a3b", "score", 128 / 8),
                                           ("published-traces", "gemma-4-26b-a4b", "score", 128 / 8)):  # fmt: skip

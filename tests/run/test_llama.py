@@ -233,8 +233,8 @@ def test_cancel_from_another_thread(demo, capfd):
 
 
 def test_figures_of_a_prompt_that_was_cancelled(demo):
-    """What of it was computed counts, at once and not when the next one comes; and CPU
-    time is counted.
+    """The computed part of a cancelled prompt counts at once, not when the next one
+    comes; CPU time is counted.
     """
     with moeoff.Llama(demo, expert_memory="400K", strategy="lru", n_ctx=1024, n_threads=2) as llm:
         llm.set_gate_callback(lambda event: llm.cancel() if event.gate == 5 else None)
@@ -451,8 +451,8 @@ def test_any_order_at_interpreter_exit(demo, order):
 
 @own_process
 def test_what_a_driver_takes_the_experts_lose(demo):
-    """Its tables come after the arena was sized: 13 MiB of router rows with 48 gates of
-    128 experts.
+    """The driver's tables come after the arena was sized: 13 MiB of router rows with 48
+    gates of 128 experts.
     """
     held, budget = [], rss() + (100 << 20)
 

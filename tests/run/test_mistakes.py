@@ -63,7 +63,7 @@ def test_what_a_download_left(begins, words, tmp_path):
     "typed", ["run -p x -n 4", f"inspect {M} --probe off", f"simulate {SMALL_TRACE}"]
 )
 def test_a_terminal_that_is_not_utf8(moeoff_command, typed):
-    """What it has no sign for is a ?, whatever is printed."""
+    """Characters that the terminal lacks are printed as "?"."""
     done = moeoff_command(*shlex.split(typed), env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and done.stdout.isascii() and "Traceback" not in done.stderr, (
         done.stderr

@@ -68,8 +68,8 @@ def test_packages_of_a_running_model(demo, runs):
 
 @pytest.fixture(scope="module")
 def measured(grown) -> dict:
-    """What bench_process.py finds of the grown model: more than a hundred times what
-    the process holds beside it.
+    """Return what bench_process.py finds of the grown model, more than a hundred times
+    what the process holds beside it.
     """
     command = [
         sys.executable,
@@ -91,8 +91,8 @@ def test_what_the_process_holds_beside_the_model(measured):
 
 
 def test_the_plan_holds(measured):
-    """What was planned for everything but the reserve, and what is there after an
-    answer: the difference is what the reserve is for.
+    """The difference between the plan without the reserve and the process after an
+    answer is what the reserve is for.
     """
     plan, rss = measured["plan"], measured["rss"]["answered"]
     planned = (

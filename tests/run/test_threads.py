@@ -90,8 +90,8 @@ for line in sys.stdin:
 
 
 class Child:
-    """Of two cores; `env` is added to an environment in which OpenMP is the program's
-    own affair.
+    """A process on two cores; `env` is added to an environment that leaves OpenMP to
+    the program.
     """
 
     def __init__(self, lock: str, n_threads: int = 2, cores=CORES, preexec_fn=None, **env: str):

@@ -1,4 +1,4 @@
-"""What commands print fits a terminal of 80 columns, whole; and a shell completes the
+"""Output of commands fits a terminal of 80 columns, whole; and a shell completes the
 values of options.
 """
 

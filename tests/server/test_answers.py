@@ -164,7 +164,7 @@ def tool(path: str, name: str) -> dict:
 
 
 def choice(path: str, name: str) -> dict:
-    """What makes a model call a tool."""
+    """Return the tool_choice that makes a model call a tool."""
     if MESSAGES in path:
         return {"type": "tool", "name": name}
     return {"type": "function"} | ({"function": {"name": name}} if CHAT in path else {"name": name})

@@ -44,7 +44,7 @@ def embedding(demo):
 
 @pytest.fixture
 def client(request, tmp_path):
-    """Of a server, by its name."""
+    """Make a client of a server."""
     kind = request.param
 
     return lambda served: kind(served.url, MODEL, tmp_path)
@@ -65,8 +65,8 @@ def each(what: str) -> pytest.MarkDecorator:
 
 
 def expected(served: Service) -> str:
-    """What the server says to a plain request. Asked twice: from then on the prompt is
-    kept, and each answer computed from the same place.
+    """Return the server's answer to a plain request. It is asked twice: from then on
+    the prompt is kept, and each answer computed from the same place.
     """
     body = {"messages": [{"role": "user", "content": QUESTION}]}
     texts = [
@@ -90,9 +90,7 @@ def test_stream(client, chatting):
 
 @each("tools")
 def test_tools(client, calling):
-    """What it calls is called by the client, and the result is read: this model calls
-    it once more.
-    """
+    """The client calls the tool and returns its result: this model calls it once more."""
     replies = client(calling).tools(QUESTION)
     assert len(replies) > 1 and all(calls == [("measure", {"unit": "metres"})] for calls in replies)
 
@@ -118,7 +116,7 @@ def test_list(client, chatting):
 
 @each("cancel")
 def test_cancel(client, endless):
-    """What is given up is no longer computed."""
+    """A cancelled answer is no longer computed."""
     before = endless.metrics()["llamacpp:tokens_predicted_total"]
     client(endless).cancel(QUESTION)
     wait_until(endless.is_idle)

@@ -47,7 +47,9 @@ def complete(url: str, prompt: str, **more) -> dict:
 
 
 def texts(url: str) -> tuple[list[str], int, int]:
-    """Of all prompts; how many tokens were drafted, and of these accepted."""
+    """Return the answers to all prompts, the number of tokens drafted, and of those
+    accepted.
+    """
     answers = [complete(url, prompt) for prompt in PROMPTS]
     drafted, accepted = (
         sum(answer["timings"].get(name, 0) for answer in answers)
@@ -356,8 +358,8 @@ def test_a_read_error_while_a_picture_is_computed(demo, projector, tmp_path):
 
 @pytest.mark.slow
 def test_the_budget_holds_with_a_picture(grown, tmp_path):
-    """What its request and its pixels take, the experts lend; a picture that takes more
-    is refused, and the next one is answered.
+    """The experts lend the memory of a request and its pixels; a picture that takes
+    more is refused, and the next one is answered.
     """
     write_projector(
         tmp_path / "mmproj.gguf", ModelIndex.read(grown).hparams["embedding_length"], side=256
@@ -382,8 +384,8 @@ def test_the_budget_holds_with_a_picture(grown, tmp_path):
 
 
 def test_a_projector_counts_before_the_port_is_open(demo, tmp_path):
-    """Its file is the least: here two heads' attention of 2,304 patches to each other
-    takes 40 MiB.
+    """A projector takes more than its file: here two heads' attention of 2,304 patches
+    to each other takes 40 MiB.
     """
     write_projector(
         tmp_path / "mmproj.gguf", ModelIndex.read(demo).hparams["embedding_length"], side=384

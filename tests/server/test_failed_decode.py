@@ -33,7 +33,7 @@ extern "C" int llama_process(void * ctx, int type, void * batch) {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 def test_the_next_answer_is_right(demo, tmp_path, monkeypatch):
-    """What ends such a decode is taken back with it."""
+    """The server takes back what ends such a decode."""
     armed, source, throws = (tmp_path / name for name in ("armed", "throws.cpp", "throws.so"))
     source.write_text(THROWS)
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", source, "-o", throws, "-ldl"], check=True)

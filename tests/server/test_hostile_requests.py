@@ -118,7 +118,7 @@ SMALL = {"n_ctx": 512, "parallel": 1}
 
 @pytest.mark.parametrize("unfinished", UNFINISHED)
 def test_unfinished_bodies_stay_in_the_budget(demo, unfinished):
-    """What was borrowed for them is given back when they are dropped."""
+    """Memory borrowed for unfinished bodies is given back when they are dropped."""
     memory = (needed(demo, **SMALL) + 60) << 20  # less than the smallest of them have together
     with Service(demo, memory=memory, **SMALL) as server:
         before = server.metrics()["moeoff_expert_cache_bytes"]

@@ -1,5 +1,5 @@
-"""What clients ask a server for beside answers: one model, the other half of Ollama's
-API, pictures of a model that reads none.
+"""Routes beside answers: one model, the other half of Ollama's API, pictures of a model
+that reads none.
 """
 
 from __future__ import annotations

@@ -180,8 +180,8 @@ def test_seed(served):
 
 
 def test_options_of_every_kind(served):
-    """What the server has not got is left out; what has another range is translated;
-    what is wrong is an error.
+    """Options that the server lacks are left out, those of another range translated,
+    and wrong ones are an error.
     """
     known = {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.7, "repeat_penalty": 1.2, "repeat_last_n": -1, "presence_penalty": 1.5,
              "frequency_penalty": 1.0, "mirostat": 1, "mirostat_tau": 0.8, "mirostat_eta": 0.6}  # fmt: skip

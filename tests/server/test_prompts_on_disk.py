@@ -39,7 +39,7 @@ class Disk(PromptsOnDisk):
         super().__init__(place, bound, identity, lambda: rate, **states)
 
     def keep(self, seed: int) -> bool:
-        """Whether it was wanted; it is written then."""
+        """Write a prompt; return whether it was wanted."""
         tokens = words(seed)
         if not self.accepts(tokens, STATE + DRAFT):
             return False
@@ -54,7 +54,7 @@ class Disk(PromptsOnDisk):
         self.join(time.monotonic() + 300)
 
     def comes_back(self, seed: int) -> bool:
-        """What is asked for begins as what was kept, and goes on."""
+        """The request begins as a kept prompt, and goes on."""
         if (stored := self.find(np.concatenate([words(seed), words(99)[:8]]), 3)) is None:
             return False
         into = memoryview(bytearray(STATE)), memoryview(bytearray(DRAFT))
@@ -86,7 +86,7 @@ def set_rate(monkeypatch, rate: float | None) -> None:
 
 
 def files(place: Path) -> list[Path]:
-    """Of prompts, whole or not."""
+    """Return the files of prompts, whole or not."""
     return sorted(place.iterdir()) if place.exists() else []
 
 
@@ -185,8 +185,8 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
 
 @pytest.mark.parametrize("hours, remain", [(25, False), (1, True)])
 def test_files_of_others_go_when_nobody_uses_them(tmp_path, hours, remain):
-    """Of another model, and of a server that was killed while it wrote: what is younger
-    is another server's, whose bound is its own.
+    """Files of another model, and of a server that was killed while it wrote: younger
+    ones are another server's, whose bound is its own.
     """
     assert Disk(tmp_path, identity=b"f" * 16).keep(1)
     (tmp_path / ".a.kv.1.part").write_bytes(bytes(FILE))
@@ -220,7 +220,7 @@ def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
 @pytest.mark.parametrize("size", [0, 39, 50, 60, 56 + 4 * N, FILE - 1, FILE + 1])
 @pytest.mark.parametrize("known", [False, True])
 def test_so_is_one_of_another_length(tmp_path, monkeypatch, size, known):
-    """Whether it was so at the start, or has become so since."""
+    """A file with another length at the start, or later."""
     # of 51 bytes it would tell anything
     set_rate(monkeypatch, 1e9)
     disk = Disk(tmp_path)

@@ -231,9 +231,7 @@ def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
 
 
 def test_a_replica_that_hangs_is_replaced(served, client):
-    """Its server is stopped, and would outlive its actor: it is ended, and gives its
-    memory back.
-    """
+    """A stopped server would outlive its actor: it is ended, and gives its memory back."""
     hung, other = served.replicas(2)
     os.kill(hung.server_pid, signal.SIGSTOP)
     wait_until(lambda: not os.path.exists(f"/proc/{hung.server_pid}"))

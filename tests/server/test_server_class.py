@@ -191,7 +191,7 @@ def test_a_model_that_is_written_to(demo, tmp_path):
 
 @own_process
 def test_one_at_a_time_and_each_once(demo, tmp_path):
-    """What is refused blocks no later one, and none leaves a descriptor or a thread
+    """A refused server blocks no later one, and none leaves a descriptor or a thread
     behind: started, refused, or never started. After it a model's refusal has
     llama.cpp's reason again, which the server's log takes for itself.
     """
@@ -292,8 +292,8 @@ def test_a_stop_while_it_ends_by_itself(demo):
 
 
 def test_progress_within_a_batch(grown):
-    """Of one that takes a thread seconds, while the server says every quarter of a second how
-    far it is.
+    """A batch takes seconds, and the server reports its progress every quarter of a
+    second.
     """
     options = {"n_ctx": 4096, "parallel": 1, "n_batch": 2048, "n_ubatch": 2048}
     options |= {"n_threads": 1, "n_threads_batch": 1, "args": LONGER}
@@ -400,8 +400,8 @@ def test_metrics_leave_no_observer(demo):
 
 
 def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path):
-    """Before the first request, and where the arena is full in the place of what only
-    the answer needed.
+    """An idle server preloads experts of prompts before the first request, and where
+    the arena is full in the place of experts that only the answer used.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Service(

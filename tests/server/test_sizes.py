@@ -1,5 +1,5 @@
-"""How many tokens a server's conversations get where nobody said, and what is
-remembered of them outside the context, by plans of known sizes.
+"""Tokens of a server's conversations where nobody said how many, and prompts kept
+outside the context, by plans of known sizes.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def test_page_is_served_packed_and_its_scripts_too(server):
 
 
 def test_it_is_ours_and_says_what_an_answer_took(browser, server):
-    """Its name, an answer's hits and its experts' memory; and what it asks for, it
-    gets: a browser's console shows each refusal as an error.
+    """The page has our name and shows an answer's hits and its experts' memory; its
+    requests all succeed, as a browser's console would show a refusal as an error.
     """
     chat = Chat(browser, server.url)
     chat.ask(QUESTION)
