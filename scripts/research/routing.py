@@ -456,13 +456,9 @@ def predictors(
         )
         table = results.table("recall", title, ["", *map(str, range(router.n_gates)), "mean"])
         for title, name, options in ROWS:
-            recalls = recall_by_gate(
-                decoded,
-                events,
-                name,
-                sections.get(next((section.name for section in PREDICTORS[name].sections), None)),
-                **options,
-            )
+            own = [sections.get(section.name, {}) for section in PREDICTORS[name].sections]
+            arrays = {array: values for section in own for array, values in section.items()}
+            recalls = recall_by_gate(decoded, events, name, arrays or None, **options)
             table.row(
                 title,
                 *("" if np.isnan(x) else f"{100 * x:.1f}" for x in [*recalls, np.nanmean(recalls)]),
