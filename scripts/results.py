@@ -414,9 +414,7 @@ def days_table() -> dict:
 
 SCENARIOS = {  # of docs/results/reliability.md: what is done
     "nth-fault": "each call in turn fails: open, read, map, allocate, write, ...",
-    "damaged": "damaged models, profiles, sidecars, plans, traces",
-    "headers": "headers damaged in four ways",
-    "beside": "damaged files beside a model",
+    "damaged": "damaged models, and damaged files beside a model",
     "objects": "an answer is interrupted, anywhere",
     "kill": "SIGKILL or SIGINT at a random moment",
     "disk": "disk trouble: slow, full, cut, replaced",
