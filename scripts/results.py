@@ -105,7 +105,7 @@ OLDER = {
     ),
     "Replays and losses that take hours; the code changed since.": (
         "answer-gemma-4-26b-a4b answer-gpt-oss-120b answer-qwen3-30b-a3b "
-        "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract papers"
+        "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract"
     ),
     "The code changed since; make faults takes hours.": (
         "advisories disk hostile-http kill nth-fault objects scale-events soak soak-interrupted"
