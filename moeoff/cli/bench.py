@@ -297,9 +297,9 @@ def _grids(
     return [Grid(replace(job, model=path), axes, compare_stock, cold, rounds) for path in models]
 
 
-def _listener(job: Job) -> Listener:
-    """Make a listener that shows the progress of the running test."""
-    line = ProgressLine()
+def _listener(job: Job, line: ProgressLine | None = None) -> Listener:
+    """Make a listener that shows the running test's progress in `line`, or in its own."""
+    line = line or ProgressLine()
     memory = job.options.get("memory")
     words = job.engine, job.options.get("strategy"), memory and format_size(memory)
     name = " ".join(filter(None, words))

@@ -14,7 +14,7 @@ import re
 import resource
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -25,7 +25,15 @@ from ..errors import MoeoffError
 from ..options import in_flags, with_gpu
 from ..system import machine
 from ..system.console import table_console
-from ..system.disk import IN_MEMORY, IO_THREADS, MOST_IO_THREADS, direct_io, file_system, probe
+from ..system.disk import (
+    IN_MEMORY,
+    IO_THREADS,
+    MOST_IO_THREADS,
+    DiskRate,
+    direct_io,
+    file_system,
+    probe,
+)
 from ..system.machine import n_cores
 from ..system.memory import available, cgroup_limit, format_size
 from .options import JSON_OPTION, command, model_argument, sentence
@@ -79,27 +87,12 @@ def check_fork() -> Iterator[Finding]:
 
 def check_cpu() -> Iterator[Finding]:
     from ..llamacpp.llama import api, find_devices
+    from ..llamacpp.native import attention_kernels, row_kernel
 
     find_devices()  # without it the next call logs errors of drivers
     built = set(re.findall(r"(\w+) = 1\b", api.llama_print_system_info().decode()))
-    flags = machine.cpu_info("flags").split()
-    unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
-    lacking = [
-        theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built
-    ]
-    features = ", ".join(sorted(built)) or "none"
-    rebuild = "rebuild the fork here: make env"
-    if lacking:
-        text = f"built with {', '.join(lacking)}, which this CPU lacks: it will crash"
-        yield Finding("cpu features", PROBLEM, text, rebuild)
-    elif unused and machine.LEVEL is None:
-        text = f"built without {', '.join(unused)}, which this CPU has"
-        yield Finding("cpu features", WARNING, text, rebuild)
-    else:
-        level = "" if machine.LEVEL is None else f": level {machine.LEVEL} of the wheel"
-        more = f"; a build on this machine would also have {', '.join(unused)}" if unused else ""
-        yield Finding("cpu features", OK, features + level + more)
-    yield from _row_kernels()
+    yield cpu_features(built, machine.cpu_info("flags").split(), machine.LEVEL)
+    yield row_kernels({n: row_kernel(n) for n in range(TYPE_NUMBERS)}, attention_kernels())
     quota, cores = _cpu_quota(), n_cores()
     way_out = f"give -t {max(1, int(min(quota, cores)))}"
     yield _ok_or_warning(
@@ -120,39 +113,44 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("gpu", OK, f"{device.name}, {device.description}: {memory}")
 
 
-def _row_kernels() -> Iterator[Finding]:
-    from ..gguf.quantize import type_name
-    from ..llamacpp.native import attention_kernels, row_kernel
+def cpu_features(built: Collection[str], flags: Collection[str], level: str | None) -> Finding:
+    """Compare llama.cpp's features with the CPU's flags. `level` is the wheel's."""
+    unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
+    lacking = [
+        theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built
+    ]
+    rebuild = "rebuild the fork here: make env"
+    if lacking:
+        text = f"built with {', '.join(lacking)}, which this CPU lacks: it will crash"
+        return Finding("cpu features", PROBLEM, text, rebuild)
+    if unused and level is None:
+        text = f"built without {', '.join(unused)}, which this CPU has"
+        return Finding("cpu features", WARNING, text, rebuild)
+    of_level = "" if level is None else f": level {level} of the wheel"
+    more = f"; a build on this machine would also have {', '.join(unused)}" if unused else ""
+    return Finding("cpu features", OK, (", ".join(sorted(built)) or "none") + of_level + more)
 
-    state = {number: row_kernel(number) for number in range(TYPE_NUMBERS)}
+
+def row_kernels(state: Mapping[int, int], attention: int) -> Finding:
+    """Report the types with row kernels. A state is 1: used, 0: none, -1: refused."""
+    from ..gguf.quantize import type_name
+
     used, refused = (
         [type_name(number) for number, answer in state.items() if answer == use] for use in (1, -1)
     )
-    refused += ["attention"] * (attention_kernels() < 0)
+    refused += ["attention"] * (attention < 0)
     if not machine.wants_row_kernels():
         text = f"off ({machine.ROW_KERNELS} is set): slower, the results are the same"
-        yield Finding("row kernels", WARNING, text, f"unset {machine.ROW_KERNELS}")
-    elif refused:
+        return Finding("row kernels", WARNING, text, f"unset {machine.ROW_KERNELS}")
+    if refused:
         text = (
             f"{', '.join(refused)}: not bit-identical here, llama.cpp's are used: slower, the"
             " results are the same"
         )
-        yield Finding(
-            "row kernels",
-            WARNING,
-            text,
-            "rebuild the fork with another compiler: CC=... CXX=... make env",
-        )
-    else:
-        yield Finding(
-            "row kernels",
-            OK,
-            (
-                f"{', '.join(used)}: four rows at a time"
-                if used
-                else "llama.cpp's: this build has no others"
-            ),
-        )
+        way_out = "rebuild the fork with another compiler: CC=... CXX=... make env"
+        return Finding("row kernels", WARNING, text, way_out)
+    names = f"{', '.join(used)}: four rows at a time"
+    return Finding("row kernels", OK, names if used else "llama.cpp's: this build has no others")
 
 
 def _cpu_quota() -> float:
@@ -181,8 +179,8 @@ def check_openmp() -> Iterator[Finding]:
     )
 
 
-def check_memory() -> Iterator[Finding]:
-    limit, free = cgroup_limit(), available()
+def check_memory(free: int | None = None) -> Iterator[Finding]:
+    limit, free = cgroup_limit(), available() if free is None else free
     yield Finding(
         "cgroup",
         OK,
@@ -201,8 +199,10 @@ def check_files() -> Iterator[Finding]:
     yield _ok_or_warning("open files", is_ok, f"at most {soft}", way_out)
 
 
-def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
-    """Check the file system and the disk of a file or a folder.
+def check_disk(
+    path: str, block_bytes: int = BLOCK_BYTES, seconds: float = PROBE_SECONDS
+) -> Iterator[Finding]:
+    """Check the file system and the disk of a file or a folder, for `seconds` a probe.
 
     In a folder without models a temporary file is written.
     """
@@ -222,12 +222,13 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
             "file system", kind not in REMOTE, where, "put the model on a local disk", warning
         )
     if os.path.isfile(path):
-        yield from _disk_of(path, block_bytes)
+        yield from _disk_of(path, block_bytes, seconds)
         return
     with os.scandir(path) as entries:
         models = [entry for entry in entries if entry.name.endswith(".gguf") and entry.is_file()]
     if models:
-        yield from _disk_of(max(models, key=lambda entry: entry.stat().st_size).path, block_bytes)
+        largest = max(models, key=lambda entry: entry.stat().st_size)
+        yield from _disk_of(largest.path, block_bytes, seconds)
         return
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".moeoff-doctor-") as file:
@@ -235,7 +236,7 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
                 file.write(os.urandom(BLOCK_BYTES))  # some disks compress zeros
             file.flush()
             os.fsync(file.fileno())
-            yield from _disk_of(file.name, block_bytes)
+            yield from _disk_of(file.name, block_bytes, seconds)
     except OSError as error:
         yield Finding(
             "disk",
@@ -245,14 +246,18 @@ def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
         )
 
 
-def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
+def _disk_of(path: str, block_bytes: int, seconds: float) -> Iterator[Finding]:
     warning = "not possible: reads use the page cache, which counts in a container's limit"
     yield _ok_or_warning(
         "direct reads", direct_io(path), "work here", "put the model on a local disk", warning
     )
-    rate, with_more = (
-        probe(path, block_bytes, PROBE_SECONDS, n) for n in (IO_THREADS, MOST_IO_THREADS)
+    yield from disk_rates(
+        *(probe(path, block_bytes, seconds, n) for n in (IO_THREADS, MOST_IO_THREADS))
     )
+
+
+def disk_rates(rate: DiskRate, with_more: DiskRate) -> Iterator[Finding]:
+    """Report the rates with the fewest and with the most I/O threads."""
     cached = "" if rate.direct_io else ", perhaps from the page cache"
     size = format_size(rate.block_bytes)
     text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {size}{cached}"
@@ -264,7 +269,7 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
     yield Finding("I/O threads", OK, text)
 
 
-def check_model(path: str) -> Iterator[Finding]:
+def check_model(path: str, free: int | None = None) -> Iterator[Finding]:
     """Check a model's headers, memory floor, and disk at its slice size."""
     from ..budget.dry_load import answer_bytes, default_ctx, dry_load, slice_kinds
     from ..budget.micro_batch import SMALLEST
@@ -289,7 +294,7 @@ def check_model(path: str) -> Iterator[Finding]:
         f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx},"
         f" {format_size(size.fixed + size.arena_full)} with all experts in memory"
     )
-    if size.floor > available():
+    if size.floor > (available() if free is None else free):
         way_out = "more memory, a smaller -c, or a model with fewer weights outside the experts"
         yield Finding("model", PROBLEM, text, way_out)
     else:

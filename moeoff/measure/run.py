@@ -179,7 +179,9 @@ class Grid:
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:
                 options["memory"] = memory
-            limit, note = _limit(memory) if self.cold or self.compare_stock else (None, "")
+            limit, note = None, ""
+            if memory and (self.cold or self.compare_stock):
+                limit, note = limit_around(memory, cgroup_limit(), unavailable())
             job = replace(self.job, options=options, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
@@ -196,11 +198,16 @@ class Grid:
                     stock.setdefault(f"{memory} {options}", (theirs_job, memory, note))
         return out + list(stock.values())
 
-    def run(self, listener: Callable[[Job], Listener | None] | None = None) -> Iterator[list[Row]]:
+    def run(
+        self,
+        listener: Callable[[Job], Listener | None] | None = None,
+        measure: Callable[..., Measurement] = measure,
+    ) -> Iterator[list[Row]]:
         """Measure all jobs, and yield the rows of each.
 
         Args:
             listener: Function that returns a listener for a job.
+            measure: Function that measures a job.
         """
         jobs = self.jobs()
         found: list[list[Measurement]] = [[] for _ in jobs]
@@ -225,14 +232,15 @@ class Grid:
             yield from map(rows_of, range(len(jobs)))
 
 
-def _limit(memory: int) -> tuple[int | None, str]:
-    """Return the cgroup's limit for a memory limit, or None, and a remark."""
-    if not memory:
-        return None, ""
-    own = cgroup_limit()
+def limit_around(memory: int, own: int | None, why: str | None) -> tuple[int | None, str]:
+    """Return the cgroup's limit for a memory limit, or None, and a remark.
+
+    Args:
+        own: Limit of this process's cgroup.
+        why: Reason that no cgroup can be made.
+    """
     if own is not None and own <= _OWN_LIMIT * memory:
         return None, f"in this container's {format_size(own)}"
-    why = unavailable()
     if why is not None:
         return None, f"no limit around it: {why}"
     return memory, f"in a cgroup of {format_size(memory)}"

@@ -85,18 +85,25 @@ class ProgressLine:
         delay: Seconds until the line appears on a terminal. Default: 1.
         slows: True if each unit takes longer than the last, as tokens of a prompt do;
             the remaining time is extrapolated accordingly.
+        clock: Function that returns the time in seconds.
     """
 
-    def __init__(self, unit: str = "tokens", delay: float | None = None, slows: bool = False):
+    def __init__(
+        self,
+        unit: str = "tokens",
+        delay: float | None = None,
+        slows: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._unit, self._terminal, self._shown, self._done = unit, sys.stderr.isatty(), False, 0
-        self._stage, self._started = "", time.monotonic()
+        self._stage, self._started, self._now = "", clock(), clock
         self._slows, self._points = slows, list[tuple[int, float]]()  # units, seconds of updates
         self._next = self._started + (
             LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay
         )
 
     def update(self, stage: str, n: int, total: int) -> None:
-        now = time.monotonic()
+        now = self._now()
         if stage != self._stage:
             self._stage, self._started, self._done, self._points = stage, now, n, []
         if self._slows and n > self._done:

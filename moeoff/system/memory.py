@@ -27,14 +27,14 @@ _SLOT_PAGE, _SYSTEM_PAGE = 4096, mmap.PAGESIZE
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def slot_bytes(*slices: int) -> int:
+def slot_bytes(*slices: int, page: int = _SYSTEM_PAGE) -> int:
     """Return the bytes of an expert's arena slot.
 
     Each slice has whole pages and one for a start inside a page; the slot has the
     system's pages (moeoff-arena).
     """
     nbytes = sum(-(-n // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE for n in slices)
-    return -(-nbytes // _SYSTEM_PAGE) * _SYSTEM_PAGE
+    return -(-nbytes // page) * page
 
 
 def parse_size(text: str | float, whole: int | None = None) -> int:

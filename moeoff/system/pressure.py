@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .memory import free_share, limited_groups
 
-_WINDOW = 0.5  # seconds that a share is taken of, as of the kernel's own triggers
+_WINDOW = 0.5  # seconds, as of the kernel's own triggers
 # share of the memory that is free, above which programs wait for something else: for
 # free share above which the wait is for a cgroup's limit or huge pages, not for memory
 _PLENTY = 0.3
@@ -62,17 +62,18 @@ class Pressure:
 
     Args:
         sources: Sources; None: the machine and this process's cgroups.
+        window: Seconds that a share is taken of.
     """
 
-    def __init__(self, sources: Iterable[Source] | None = None):
-        self._sources = list(_sources() if sources is None else sources)
+    def __init__(self, sources: Iterable[Source] | None = None, window: float = _WINDOW):
+        self._sources, self._window = list(_sources() if sources is None else sources), window
         self._before = [source.read() for source in self._sources]
         self._read_at = time.monotonic()
 
     def share(self) -> float:
         """Return the share since the last window, 0 to 1; 0 within a window."""
         now, seconds = time.monotonic(), time.monotonic() - self._read_at
-        if seconds < _WINDOW:
+        if seconds < self._window:
             return 0.0
         before, self._before = self._before, [source.read() for source in self._sources]
         self._read_at, share = now, 0.0

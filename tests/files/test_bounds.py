@@ -44,7 +44,7 @@ from moeoff.options import Config, ServerOptions
 from moeoff.routing.trace import Trace
 from moeoff.system.arrays import ArchiveError, WrongArrays, read_npz, require_arrays
 from moeoff.system.files import open_file, read_file, read_text, require_new
-from moeoff.system.memory import MIB, available, peak_rss, rss
+from moeoff.system.memory import MIB, available, parse_size, peak_rss, rss
 from mutants import Header, unpacks_to
 
 
@@ -603,7 +603,7 @@ def test_a_system_that_does_not_show_its_processes(monkeypatch):
         return whole(path, *args, **kwargs)
 
     monkeypatch.setattr("builtins.open", hidden)
-    for ask in (rss, available):
+    for ask in (rss, available, lambda: parse_size("50%")):
         with pytest.raises(
             OptionError, match="this system does not say how much memory .*is /proc mounted"
         ):

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -24,7 +25,6 @@ from moeoff import Llama
 from moeoff.cli.bench import _read_axis, numbers
 from moeoff.errors import OptionError
 from moeoff.llamacpp import native
-from moeoff.measure import run as module
 from moeoff.measure import worker
 from moeoff.measure.job import (
     STOCK,
@@ -37,10 +37,11 @@ from moeoff.measure.job import (
     read_text_or_default,
 )
 from moeoff.measure.rows import OUTPUT_FORMATS, PLAIN_NAME, STOCK_NAME, ceiling_share, rows
-from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
+from moeoff.measure.run import KILLED_TEXT, Grid, drop_from_page_cache, limit_around, measure
 from moeoff.options import TABLE
 from moeoff.system.cgroup import memory_cgroup, unavailable
 from moeoff.system.disk import cached_bytes
+from moeoff.system.memory import cgroup_limit
 from speed import Bench, cold, prompt_then_tokens, take_turns
 
 
@@ -204,27 +205,27 @@ def test_ceiling_is_the_longer_of_both():
     assert ceiling_share([fast, slow], 1000.0) == pytest.approx(0.5)
 
 
-def test_rounds_of_configurations(demo, monkeypatch):
+def test_rounds_of_configurations(demo, tmp_path):
     """Forwards, then backwards, each cold; medians, and ratios of the same round. A
     round that fails counts for neither.
     """
-    order, dropped = [], []
+    model, order, cached = shutil.copy(demo, tmp_path / "model.gguf"), [], []
     seconds = {"lru": [1.0, 2.0, 4.0], "lfu": [0.5, None, 1.0]}
 
     def measured_once(job, _listener, _timeout):
         name = job.options["strategy"]
         order.append(name)
+        cached.append(cached_bytes(job.model))
+        Path(job.model).read_bytes()
         s = seconds[name][order.count(name) - 1]
         if s is None:
             return Measurement(job, error="it broke")
         return Measurement(job, samples=[Sample(0, 8, s)])
 
-    monkeypatch.setattr(module, "measure", measured_once)
-    monkeypatch.setattr(module, "drop_files", lambda job: dropped.append(job.model) or [])
-    job = Job(demo, tests=(BenchTest(8, 0),), repetitions=1)
+    job = Job(model, tests=(BenchTest(8, 0),), repetitions=1)
     grid = Grid(job, {"strategy": ["lru", "lfu"]}, cold=True, rounds=3)
-    found = list(grid.run())
-    assert order == ["lru", "lfu", "lfu", "lru", "lru", "lfu"] and dropped == [demo] * 6
+    found = list(grid.run(measure=measured_once))
+    assert order == ["lru", "lfu", "lfu", "lru", "lru", "lfu"] and cached == [0] * 6
     names = "samples_ts", "samples_ratio", "error"
     assert [[row[name] for name in names] for (row,) in found] == [
         [[8, 4, 2], [1, 1, 1], ""],
@@ -373,21 +374,24 @@ def test_stock_inside_a_cgroup(quick, small):
     assert rows[0]["avg_ts"] > 0 and rows[-1]["strategy"] == PLAIN_NAME
 
 
-def test_stock_without_the_right_to_make_a_cgroup(monkeypatch, demo):
-    monkeypatch.setattr(
-        module, "unavailable", lambda: "no memory cgroup can be made here: Permission denied"
-    )
-    grid = Grid(
-        Job(demo, tests=(BenchTest(8, 0),), repetitions=1, warm_up=False),
-        {"memory": ["120M"]},
-        compare_stock=True,
-    )
-    jobs = grid.jobs()
-    assert [job.engine for job, _, _ in jobs] == ["moeoff", STOCK, STOCK]
-    assert all(job.limit_bytes is None and "Permission denied" in note for job, _, note in jobs)
-    # as inside a container of about this size
-    monkeypatch.setattr(module, "cgroup_limit", lambda: 125 << 20)
-    assert all("in this container's 125 MiB" in note for _, _, note in grid.jobs())
+@pytest.mark.parametrize(
+    "own, why, expected",
+    [
+        (None, None, (120 << 20, "in a cgroup of 120 MiB")),
+        (200 << 20, None, (120 << 20, "in a cgroup of 120 MiB")),
+        (125 << 20, None, (None, "in this container's 125 MiB")),
+        (None, "Permission denied", (None, "no limit around it: Permission denied")),
+    ],
+)
+def test_the_limit_around_a_run(own, why, expected):
+    assert limit_around(120 << 20, own, why) == expected
+
+
+def test_stock_runs_in_the_same_limit(demo):
+    jobs = Grid(Job(demo, tests=(BenchTest(8, 0),)), {"memory": ["120M"]}, compare_stock=True)
+    found = [(job.engine, job.limit_bytes, note) for job, _, note in jobs.jobs()]
+    around = limit_around(120 << 20, cgroup_limit(), unavailable())
+    assert found == [(engine, *around) for engine in ("moeoff", STOCK, STOCK)]
 
 
 def test_stock_computes_attention_itself(demo):

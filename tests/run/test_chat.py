@@ -2,11 +2,10 @@
 
 import io
 import json
-import os
 import re
 import termios
+from contextlib import redirect_stdout
 
-import click
 import pytest
 
 from helpers.clients import CHANNELS, THINKS
@@ -15,9 +14,7 @@ from helpers.servers import client_of
 from helpers.terminal import STATS, Terminal
 from moeoff.cli.chat import Chat, is_open, unquote
 from moeoff.cli.client import Client
-from moeoff.cli.run import run
 from moeoff.cli.writer import Writer
-from moeoff.errors import MoeoffError
 from moeoff.precision import Precision
 
 CTRL_C = "\x03"
@@ -123,30 +120,26 @@ def test_what_is_typed_ahead_waits_as_its_own_messages(chat, tmp_path):
     assert questions == ["Tell a story.", "Xylo?", "Zebra?"]
 
 
-def test_what_is_typed_while_the_model_is_loaded_waits_too(demo, monkeypatch):
+def test_what_is_typed_while_the_model_is_loaded_waits_too(tmp_path):
     """Enter ends a message there, and is no new line of the first one; nothing is
-    echoed.
+    echoed. Where a load fails the terminal is left as it was.
     """
-    ours, theirs = os.openpty()
-    seen = []
-
-    def load(*_args, **_options):
-        seen.append(termios.tcgetattr(theirs))
-        raise MoeoffError("loaded enough")
-
-    with (
-        os.fdopen(ours, "rb"),
-        os.fdopen(theirs, "r+b", buffering=0) as raw,
-        io.TextIOWrapper(raw, write_through=True) as terminal,
-    ):
-        before = termios.tcgetattr(theirs)
-        monkeypatch.setattr("sys.stdin", terminal)
-        monkeypatch.setattr("sys.stdout", terminal)
-        monkeypatch.setattr("moeoff.server.private.PrivateServer", load)
-        with pytest.raises(click.ClickException, match="loaded enough"):
-            run.main([demo], standalone_mode=False)
-        assert termios.tcgetattr(theirs) == before
-    assert [not mode[0] & termios.ICRNL and not mode[3] & termios.ECHO for mode in seen] == [True]
+    options = ("-n", "8", "--temp", "0")
+    with Terminal(*options, cache=tmp_path / "cache") as terminal:
+        terminal.child.expect("loading demo")
+        mode = termios.tcgetattr(terminal.child.fd)
+        assert not mode[0] & termios.ICRNL and not mode[3] & termios.ECHO
+        terminal.child.send("Xylo?\rZebra?\r")
+        terminal.ready()
+        assert "Xylo" not in terminal.child.before
+        assert "Xylo" in terminal.read_to(STATS) and "Zebra" in terminal.read_to(STATS)
+        terminal.ready()
+        questions = saved(terminal, tmp_path / "chat.json")[::2]
+        assert [message["content"] for message in questions] == ["Xylo?", "Zebra?"]
+    with Terminal("--memory", "1M", *options, cache=tmp_path / "cache") as terminal:
+        before = termios.tcgetattr(terminal.child.fd)
+        assert terminal.ended() == 1 and "1.00 MiB is too small" in terminal.child.before
+        assert termios.tcgetattr(terminal.child.fd) == before
 
 
 def test_when_a_text_is_complete():
@@ -367,10 +360,10 @@ def test_an_answer_on_a_narrow_terminal(monkeypatch, pieces, shown):
     """Words stay whole, but for those of programs; thoughts are dimmed."""
     out = io.StringIO()
     out.isatty = lambda: True
-    monkeypatch.setattr("sys.stdout", out)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((10, 24)))
-    writer = Writer()
-    for piece in pieces:
-        writer.write(*([piece] if isinstance(piece, str) else piece))
-    writer.end()
+    monkeypatch.setenv("COLUMNS", "10")
+    with redirect_stdout(out):
+        writer = Writer()
+        for piece in pieces:
+            writer.write(*([piece] if isinstance(piece, str) else piece))
+        writer.end()
     assert out.getvalue() == shown + "\x1b[0m\n"

@@ -2,7 +2,7 @@
 everything that goes wrong.
 """
 
-import io
+import itertools
 import json
 import os
 import re
@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
 from dataclasses import fields
 from pathlib import Path
 
 import pexpect
 import pytest
+from click.testing import CliRunner
 
 from header_model import header_model
 from helpers.files import COMMAND
@@ -29,8 +31,7 @@ from moeoff.engine.stats import Stats
 from moeoff.llamacpp import native
 from moeoff.measure.job import BenchTest, Job
 from moeoff.server.server import metrics_text
-from moeoff.system import console
-from moeoff.system.console import progress_bar
+from moeoff.system.console import ProgressLine
 from moeoff.system.files import demo_model
 
 DEMO = demo_model()
@@ -153,18 +154,13 @@ def test_the_model_in_both_forms(invoke, command):
         assert done.returncode == 1 and "give MODEL or -m, not both" in done.stderr
 
 
-def set_clock(monkeypatch, seconds: list[float]) -> None:
-    monkeypatch.setattr(console.time, "monotonic", iter(seconds).__next__)
-
-
-def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
+def test_a_long_job_says_how_far_it_is(capsys):
     """In a pipe a line a minute, with the time left by its rate; nothing of a short
     one.
     """
-    set_clock(monkeypatch, [0.0, 0.0, 1.0, 61.0, 62.0, 130.0])
-    with progress_bar("tokens") as update:
-        for n in (0, 100, 610, 620, 1000):
-            update("evaluating", n, 2000)
+    line = ProgressLine(clock=iter([0.0, 0.0, 1.0, 61.0, 62.0, 130.0]).__next__)
+    for n in (0, 100, 610, 620, 1000):
+        line.update("evaluating", n, 2000)
     assert (
         capsys.readouterr().err
         == "evaluating: 610 of 2000 tokens, 10 tok/s, 2:19 left\nevaluating: 1000 of 2000 tokens,"
@@ -172,42 +168,41 @@ def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
     )
 
 
-def test_the_time_left_of_what_slows_down(monkeypatch, capsys):
+def test_the_time_left_of_what_slows_down(capsys):
     """A prompt's later tokens attend to more: n tokens take 0.02 n + 0.00004 n^2
     seconds, and the second thousand longer than the first.
     """
     seconds = [0.02 * n + 4e-5 * n**2 for n in range(0, 1001, 250)]
-    set_clock(monkeypatch, [0.0, *seconds])
-    line = console.ProgressLine(slows=True)
+    line = ProgressLine(slows=True, clock=iter([0.0, *seconds]).__next__)
     for at in range(0, 1001, 250):
         line.update("prompt", at, 2010)
     assert capsys.readouterr().err == "prompt: 1000 of 2010 tokens, 16.7 tok/s, 2:21 left\n"
 
 
-def test_bench_says_how_far_a_test_is(monkeypatch, capsys):
+def test_bench_says_how_far_a_test_is():
     """The line shows tokens, their rate and the time left; nothing of it stays on the
     screen.
     """
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    for name in ("LINE_DELAY", "LINE_INTERVAL"):
-        monkeypatch.setattr(console, name, 0.0)
     job = Job(
         "m.gguf",
         options={"memory": 99 << 20, "strategy": "auto"},
         tests=(BenchTest(64, 0), BenchTest(0, 128)),
         repetitions=2,
     )
-    listen = _listener(job)
-    for event in (
-        {"test": 0, "repetition": None, "done": 16},
-        {"test": 1, "repetition": 1, "done": 2},
-        {"test": 1, "repetition": 1, "done": 64},
-    ):
-        listen({"kind": "progress"} | event)
-    listen({"kind": "closed"})
-    shown = capsys.readouterr().err
+    ours, theirs = os.openpty()
+    with open(ours, "rb", 0) as screen, open(theirs, "w") as terminal:
+        with redirect_stderr(terminal):
+            listen = _listener(job, ProgressLine(delay=0.0, clock=itertools.count().__next__))
+            for event in (
+                {"test": 0, "repetition": None, "done": 16},
+                {"test": 1, "repetition": 1, "done": 2},
+                {"test": 1, "repetition": 1, "done": 64},
+            ):
+                listen({"kind": "progress"} | event)
+            listen({"kind": "closed"})
+        shown = screen.read(1 << 16).decode()
     assert "moeoff auto 99 MiB, pp64, warming up: 16 of 64 tokens" in shown
-    assert re.search(r"moeoff auto 99 MiB, tg128: 192 of 256 tokens, \S+ tok/s, 0:00 left", shown)
+    assert "moeoff auto 99 MiB, tg128: 192 of 256 tokens, 62 tok/s, 0:01 left" in shown
     assert shown.endswith("\r\x1b[2K")
 
 
@@ -288,13 +283,13 @@ def test_one_line_about_a_long_context(moeoff_command):
     )
 
 
-def test_prompt_from_wherever(tmp_path, monkeypatch):
+def test_prompt_from_wherever(tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("How many apples?\n")
 
     def read(prompt: str | None = None, file: str | None = None, piped: str = "") -> str | None:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
-        return _prompt(prompt, file)
+        with CliRunner().isolation(input=piped):
+            return _prompt(prompt, file)
 
     assert (
         read(file=str(file))
