@@ -71,7 +71,7 @@ def test_not_a_size(text):
 )
 def test_share_of_available(size, share):
     """Other processes change it all the time."""
-    wait_until(lambda: size() == pytest.approx(share * available(), rel=0.01))
+    wait_until(lambda: size() == pytest.approx(share * available(), rel=0.01), timeout=10)
     assert parse_size(f"{share:.0%}", 2000) == 2000 * share
     assert Budget.of().is_default and not Budget.of("50%").is_default
 
