@@ -5,7 +5,6 @@ everything that goes wrong.
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
