@@ -52,7 +52,8 @@ lib: ctypes.CDLL = api._lib  # llama_cpp's handle: a second load could load a se
 
 def build_identity() -> tuple[str, str]:
     """Return the libraries' digest and CPU features, which affect rounding."""
-    return machine.libraries_digest(Path(lib._name).parent), api.llama_print_system_info().decode()
+    digest = machine.libraries_digest(Path(lib._name).parent, machine.LEVEL)
+    return digest, api.llama_print_system_info().decode()
 
 
 # keyword arguments of llama_cpp.Llama, and their defaults

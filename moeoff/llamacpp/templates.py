@@ -54,16 +54,15 @@ def program() -> Path:
     return Path(folder, "lib", "moeoff-templates")
 
 
-def render(source: str, variables: Mapping[str, Any]) -> str:
+def render(source: str, variables: Mapping[str, Any], seconds: int = SECONDS) -> str:
     """Render a template. The program replaces functions among the variables.
 
     Raises:
         TemplateError: The template cannot be parsed, or refuses the variables.
         TemplateBoundError: A limit is exceeded.
     """
-    return _request(
-        _RENDER, source, {name: value for name, value in variables.items() if not callable(value)}
-    )
+    values = {name: value for name, value in variables.items() if not callable(value)}
+    return _request(_RENDER, source, values, seconds)
 
 
 def check(source: str) -> None:
@@ -71,13 +70,13 @@ def check(source: str) -> None:
     _request(_SUMMARIZE, source, {})
 
 
-def check_bounds(source: str) -> None:
+def check_bounds(source: str, seconds: int = SECONDS) -> None:
     """Render a short conversation. Raise `TemplateBoundError` if a limit is exceeded.
 
     A template may refuse the conversation.
     """
     try:
-        text = render(source, _CONVERSATION)
+        text = render(source, _CONVERSATION, seconds)
     except TemplateBoundError:
         raise
     except TemplateError:
@@ -86,15 +85,15 @@ def check_bounds(source: str) -> None:
         raise TemplateBoundError(f"it makes {len(text)} characters of a few words")
 
 
-def _request(task: int, source: str, variables: Mapping[str, Any]) -> str:
+def _request(task: int, source: str, variables: Mapping[str, Any], seconds: int = SECONDS) -> str:
     """Run the program for one task and return its output."""
     template, conversation = source.encode("utf-8", "replace"), json.dumps(variables).encode()
     question = _QUESTION.pack(
-        task, 0, _MEMORY + _TIMES * len(conversation), SECONDS + 1, len(template), len(conversation)
+        task, 0, _MEMORY + _TIMES * len(conversation), seconds + 1, len(template), len(conversation)
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.settimeout(SECONDS)
+        ours.settimeout(seconds)
         try:
             process = subprocess.Popen(
                 [str(program())],
@@ -117,7 +116,7 @@ def _request(task: int, source: str, variables: Mapping[str, Any]) -> str:
                 channel.read(n_summary)
                 text = channel.read(n_text).decode("utf-8", "replace")
         except TimeoutError:
-            raise TemplateBoundError(f"it takes longer than {SECONDS} s") from None
+            raise TemplateBoundError(f"it takes longer than {seconds} s") from None
         except (OSError, struct.error):
             raise TemplateBoundError("it ends the program that runs it") from None
         finally:

@@ -26,11 +26,14 @@ _FLOCK = "hhqqi4x"  # struct flock
 _OMP_PAUSE_SOFT = 1
 
 
-def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why compute threads are never bound in this process, or None."""
+def why_not(environ: Mapping[str, str] = os.environ, features: str | None = None) -> str | None:
+    """Return why compute threads are never bound in this process, or None.
+
+    `features` are llama.cpp's, by default those of the build.
+    """
     if not hasattr(os, "sched_setaffinity") or not hasattr(fcntl, "F_OFD_SETLK"):
         return "this system cannot bind threads"
-    if " OPENMP = 1 " not in api.llama_print_system_info().decode():
+    if " OPENMP = 1 " not in (features or api.llama_print_system_info().decode()):
         return "llama.cpp was built without OpenMP"  # its pools would start threads of their own
     return next((f"{name}={environ[name]}" for name in USERS_OWN if name in environ), None)
 

@@ -67,16 +67,16 @@ def load_from(folder: Path) -> str | None:
 
 
 @functools.cache
-def libraries_digest(folder: Path) -> str:
-    """Return a digest of llama.cpp's libraries, and of the CPU backend that was chosen.
+def libraries_digest(folder: Path, level: str | None) -> str:
+    """Return a digest of llama.cpp's libraries, and of the CPU backend of a level.
 
     Args:
         folder: Folder of the libraries. A file over 64 MiB, as a GPU backend, counts by
             its size and time of change.
     """
-    whole = hashlib.blake2b(str(LEVEL).encode(), digest_size=16)
+    whole = hashlib.blake2b(str(level).encode(), digest_size=16)
     for path in sorted([*folder.glob("libggml*"), *folder.glob("libllama.*")]):
-        chosen = folder / str(LEVEL) / path.name
+        chosen = folder / str(level) / path.name
         path = chosen if chosen.exists() else path
         state = path.stat()
         small = state.st_size <= 64 << 20

@@ -827,7 +827,12 @@ def prepare(fork: Fork, cache: Path, lock: int, page: Path | None) -> tuple[Path
 
 
 def cached(
-    fork: Fork, cache: Path, kind: str, make: Callable[..., None], page: Path | None = None
+    fork: Fork,
+    cache: Path,
+    kind: str,
+    make: Callable[..., None],
+    page: Path | None = None,
+    tools: Callable[..., Tools | None] = tool_environment,
 ) -> Path:
     """The folder cache/kind/<key>, which `make` fills at its first use. It has that
     name only once it is complete.
@@ -847,7 +852,7 @@ def cached(
             part = cache / f"{kind}.part"
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
-            make(fork, part, tree, place, tool_environment(cache, lock), lock)
+            make(fork, part, tree, place, tools(cache, lock), lock)
             home.parent.mkdir(exist_ok=True)
             os.rename(part, home)
     return home

@@ -217,17 +217,19 @@ def outcomes(result: Path) -> dict[str, str]:
     return out
 
 
-def compare(stock: dict[str, str], ours: dict[str, str]) -> int:
+def compare(
+    stock: dict[str, str], ours: dict[str, str], exceptions: dict[str, str] = EXCEPTIONS
+) -> int:
     """Prints what is different. Returns how many tests fail that are no exceptions."""
     passed = [name for name, wrong in stock.items() if not wrong]
     failed = {name: ours.get(name, "not run") for name in passed if ours.get(name, "not run")}
-    unexpected = {name: wrong for name, wrong in failed.items() if name not in EXCEPTIONS}
+    unexpected = {name: wrong for name, wrong in failed.items() if name not in exceptions}
     for name in failed:
-        if name in EXCEPTIONS:
-            print(f"exception  {name}\n           {EXCEPTIONS[name]}")
+        if name in exceptions:
+            print(f"exception  {name}\n           {exceptions[name]}")
     for name, wrong in unexpected.items():
         print(f"FAILED     {name}\n           {' '.join(wrong.split())[:200]}")
-    for name in EXCEPTIONS:
+    for name in exceptions:
         if name in stock and name not in failed:
             print(
                 f"no longer  {name}:"

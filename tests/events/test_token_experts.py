@@ -4,6 +4,8 @@ draft is made.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -77,7 +79,7 @@ def test_is_read_when_the_token_is_expected(drafting):
     assert buffer.stats().prefetch_useful > useful and drafting.stats().events_dropped == 0
 
 
-def made_up(buffer: ExpertBuffer, gate: int, ids: list[list[int]], t_ns: int) -> GateEvent:
+def made_up(gate: int, ids: list[list[int]], t_ns: int) -> GateEvent:
     return GateEvent(
         gate,
         np.array(ids, np.int32),
@@ -87,23 +89,34 @@ def made_up(buffer: ExpertBuffer, gate: int, ids: list[list[int]], t_ns: int) ->
     )
 
 
-def test_gates_that_do_not_go_by_the_token_are_left_out(drafting, monkeypatch):
-    buffer, now = drafting.engine.buffer, [0]
-    memory = TokenExperts(buffer, 2, 4)
-    monkeypatch.setattr("moeoff.engine.token_experts.time.monotonic_ns", lambda: now[0])
-    monkeypatch.setattr(buffer, "residency", lambda: np.zeros((12, 32), np.uint8))
-    queued: list[int] = []
-    monkeypatch.setattr(buffer, "prefetch", lambda gate, experts, limit: queued.append(gate) or 0)
-    rng = np.random.default_rng(0)
+class NotedBuffer:
+    """A model's buffer without residents, which notes gates instead of reading."""
+
+    def __init__(self, buffer: ExpertBuffer):
+        self._buffer, self.queued = buffer, list[int]()
+
+    def __getattr__(self, name: str):
+        return getattr(self._buffer, name)
+
+    def residency(self) -> np.ndarray:
+        return np.zeros((12, 32), np.uint8)
+
+    def prefetch(self, gate: int, experts: list[int], limit: int) -> int:
+        self.queued.append(gate)
+        return 0
+
+
+def test_gates_that_do_not_go_by_the_token_are_left_out(drafting):
+    buffer = NotedBuffer(drafting.engine.buffer)
+    memory, rng = TokenExperts(buffer, 2, 4), np.random.default_rng(0)
     for _ in range(50):
-        queued.clear()
+        buffer.queued.clear()
         memory._slice_ns, memory._draft_ns = 1.0, 100.0
         memory.expect(7)
-        now[0] += 10
         memory.begin(np.array([7]), True)
-        memory.observe(made_up(buffer, 0, [[1, 2, 3, 4]], now[0] + 1))
-        memory.observe(made_up(buffer, 1, [rng.permutation(32)[:4].tolist()], now[0] + 2))
-    assert queued == [0]
+        for gate, ids in enumerate(([1, 2, 3, 4], rng.permutation(32)[:4].tolist())):
+            memory.observe(made_up(gate, [ids], time.monotonic_ns()))
+    assert buffer.queued == [0]
     memory.begin(np.arange(100, 100 + MOST_TOKENS), False)  # others take its place
     memory.expect(7)
-    assert queued == [0] and len(memory._rows) == MOST_TOKENS
+    assert buffer.queued == [0] and len(memory._rows) == MOST_TOKENS

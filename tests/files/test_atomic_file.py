@@ -7,6 +7,8 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
@@ -70,42 +72,27 @@ def test_errors_of_the_block_pass_through(path, error):
     assert untouched(path)
 
 
-def test_its_bytes_reach_the_disk_before_its_name(path, monkeypatch):
-    """The order that makes it durable: file, rename, folder."""
+@pytest.mark.parametrize("fails", ["", "fsync", "replace"])
+def test_its_bytes_reach_the_disk_before_its_name(path, monkeypatch, fails):
+    """The file is synced, renamed, and then its folder is synced. If the disk fails,
+    nothing has changed.
+    """
     calls = []
-    fsync, replace = os.fsync, os.replace
 
-    def noted_fsync(fd):
-        calls.append(
-            "folder"
-            if stat.S_ISDIR(os.fstat(fd).st_mode)
-            else f"file of {os.fstat(fd).st_size} bytes"
-        )
-        fsync(fd)
+    def noted(name, call, *args):
+        if name == fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        state = os.fstat(args[0]) if name == "fsync" else None
+        is_file = state is not None and stat.S_ISREG(state.st_mode)
+        calls.append(f"{name} of {state.st_size} bytes" if is_file else name)
+        call(*args)
 
-    def noted_replace(*args):
-        calls.append("rename")
-        replace(*args)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
-    with atomic_file(path) as file:
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, partial(noted, name, getattr(os, name)))
+    error = pytest.raises(WriteError, match="file: cannot be written: Input/output error")
+    with error if fails else nullcontext(), atomic_file(path) as file:
         file.write(b"new!")
-    assert calls == ["file of 4 bytes", "rename", "folder"]
-
-
-@pytest.mark.parametrize("when", ["fsync", "replace"])
-def test_a_disk_that_fails(path, monkeypatch, when):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, when, fail)
-    with (
-        pytest.raises(WriteError, match="file: cannot be written: Input/output error"),
-        atomic_file(path) as file,
-    ):
-        file.write(b"new")
-    assert untouched(path)
+    assert untouched(path) if fails else calls == ["fsync of 4 bytes", "replace", "fsync"]
 
 
 def test_no_room():

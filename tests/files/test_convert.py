@@ -138,8 +138,8 @@ def test_every_slice_is_what_the_quantizer_makes(
 ):
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    monkeypatch.setattr(module, "_PIECE_VALUES", piece)
-    monkeypatch.setattr(module, "_PIECE_BYTES", piece)
+    for name in ("_PIECE_VALUES", "_PIECE_BYTES"):
+        monkeypatch.setattr(module, name, piece)
     model = write_model(
         tmp_path,
         n_expert=n_expert,

@@ -2,7 +2,6 @@
 else.
 """
 
-import pwd
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.measure.checkpoint import Checkpoint
-from moeoff.system.files import cache_folder
 from moeoff.system.user_cache import CacheEntry
 
 
@@ -83,21 +81,6 @@ def test_without_a_folder_nothing_is_saved(cache):
         and entry.load_arrays(LAYOUTS, 1000) is None
         and cache.read_text() == "a file"
     )
-
-
-def test_a_user_without_a_home(monkeypatch):
-    """As one whom the system does not know, in a container."""
-
-    def unknown(_uid):
-        raise KeyError("getpwuid(): uid not found")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    with pytest.raises(OSError, match="home directory"):
-        cache_folder()
-    CacheEntry("facts.json").save(FACTS)
-    assert CacheEntry("facts.json").load(Facts) is None
 
 
 def test_a_checkpoint_of_other_options_has_no_parts(demo, cache):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,3 +26,21 @@ def flip_bit(path: str | Path, offset: int) -> None:
         byte = file.read(1)
         file.seek(offset)
         file.write(bytes([byte[0] ^ 1]))
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Take away the right to write to a folder.
+
+    Root may write anywhere: its real user ID, by which `os.access` decides, is another
+    user's meanwhile.
+    """
+    user = os.getuid()
+    folder.chmod(0o555)
+    if user == 0:
+        os.setreuid(65534, -1)
+    try:
+        yield
+    finally:
+        os.setreuid(user, -1)
+        folder.chmod(0o755)

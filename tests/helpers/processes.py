@@ -4,13 +4,15 @@ have freed is neither theirs to plan with nor to use; and what one takes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -47,6 +49,17 @@ def run_python(code: str, *args: object, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+@contextlib.contextmanager
+def soft_limit(kind: int, soft: int) -> Iterator[None]:
+    """Give this process another soft limit of a kind such as resource.RLIMIT_FSIZE."""
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, limits)
 
 
 def status_bytes(name: str = "VmRSS", pid: int | str = "self") -> int:

@@ -42,6 +42,8 @@ from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.strategy import profile_sections
 from moeoff.routing.router import SOFTMAX, Router
 
+TOKENS = 5200  # of whose last tenth 512 and more are there to compare on
+
 
 def test_profile(calibrated):
     model, result, _ = calibrated
@@ -66,7 +68,7 @@ def test_profile(calibrated):
     assert result.recall > 0.6 and 2 <= result.shallow <= 4
 
 
-def test_what_does_not_help_is_left_out(monkeypatch):
+def test_what_does_not_help_is_left_out():
     """A policy's fit is written where it reads less on text that it has not seen, and
     nowhere else.
     """
@@ -88,12 +90,11 @@ def test_what_does_not_help_is_left_out(monkeypatch):
             if self.options["order"] is not None:
                 self.priorities[:] = self.options["order"]
 
-    recording, warnings = random_recording(800, n_experts=16), []
+    recording, warnings = random_recording(TOKENS, n_experts=16), []
     # in turn, of which LRU has none when it comes back
-    recording.ids[:] = (2 * np.arange(800)[:, None, None] + np.arange(2)) % 16
+    recording.ids[:] = (2 * np.arange(TOKENS)[:, None, None] + np.arange(2)) % 16
     try:
         moeoff.register(MyPolicy)
-        monkeypatch.setattr(module, "_LEAST_HELD", 64)
         assert (
             "mine" in fit(recording, FitOptions(), only=["mine"], warn=warnings.append)
             and not warnings
@@ -108,19 +109,19 @@ def test_what_does_not_help_is_left_out(monkeypatch):
         POLICIES.pop("mine", None)
 
 
-def test_what_foresees_no_more_is_left_out(monkeypatch):
+def test_what_foresees_no_more_is_left_out():
     """A predictor's fit, too. The text's end is of another kind: what followed what in
     its beginning does not there, and the predictor learns more of it while it runs.
     """
-    monkeypatch.setattr(module, "_LEAST_HELD", 64)
-    recording, warnings, names = random_recording(1600, n_experts=16), [], ["first", "path"]
-    steps = np.arange(1600)[:, None] * 4 + np.arange(4)  # gate after gate
-    recording.tokens[:] = np.arange(1600) % 16
+    recording, warnings, names = random_recording(TOKENS, n_experts=16), [], ["first", "path"]
+    steps = np.arange(TOKENS)[:, None] * 4 + np.arange(4)  # gate after gate
+    recording.tokens[:] = np.arange(TOKENS) % 16
     follows = (3 * steps % 16)[..., None] + 8 * np.arange(2)
     recording.ids[:] = follows % 16
     sections = fit(recording, FitOptions(), only=names, warn=warnings.append)
     assert set(sections) >= {"path"} and not [line for line in warnings if line.startswith("path")]
-    recording.ids[1440:] = (5 * steps[1440:] % 16)[..., None] + np.arange(2)
+    end = TOKENS * 9 // 10
+    recording.ids[end:] = (5 * steps[end:] % 16)[..., None] + np.arange(2)
     recording.ids %= 16
     warnings.clear()
     assert fit(recording, FitOptions(), only=names, warn=warnings.append) == {}
@@ -180,6 +181,34 @@ class TestFitsOfUsers:
     def test_may_share_the_fit_of_its_base(self):
         moeoff.register(type("Other", (CrossLayerGate,), {"name": "mine"}))
         assert profile_sections()["gate"] is CrossLayerGate.sections[0]
+
+    def test_get_what_was_read_in_time(self, demo, tmp_path, monkeypatch):
+        """8 sequences take time of the fits; fewer are kept for the next attempt."""
+        model, fitted, ends = shutil.copy(demo, tmp_path / "model.gguf"), [], []
+
+        class Noted(Predictor):
+            def fit(recording, options, progress):
+                fitted.append(recording)
+                ends.append(options.until)
+                return {"counts": recording.popularity()}
+
+            name, sections = "mine", (Section("mine", fit),)
+
+        moeoff.register(Noted)
+        how = {"text": CALIBRATION_TEXTS, "tokens": 12 * 256, "only": {"mine"}}
+        for reading, n_sequences in ((module._READING, 12), (0, 8)):
+            monkeypatch.setattr(module, "_READING", reading)
+            before = time.monotonic()
+            assert calibrate(model, minutes=60, **how).n_tokens <= 256 * n_sequences
+            assert before <= ends[-1] - 60 * 60 <= time.monotonic()
+        words = r"read [0-7] of at least 8 sequences in 0\.001 minutes: give more, or the same"
+        with pytest.raises(OptionError, match=words + " command again"):
+            calibrate(model, minutes=1e-3, **how)
+        whole, part = fitted
+        assert part.n_tokens < whole.n_tokens and part.starts.sum() == 8
+        for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens"):
+            n = len(getattr(part, name))
+            assert np.array_equal(getattr(part, name), getattr(whole, name)[:n]), name
 
 
 def test_a_users_policy_takes_its_sections(calibrated):
@@ -250,43 +279,6 @@ def test_refuses(demo, tmp_path, monkeypatch, change, message):
     assert not os.path.exists(profile_path(model))
 
 
-def test_ends_with_what_was_read_in_time(demo, tmp_path, monkeypatch):
-    """But 8 sequences take time of the fits, and what is short of 8 is kept for the
-    next try. Of what was read the fits follow.
-    """
-    model, fitted, ends = shutil.copy(demo, tmp_path / "model.gguf"), [], []
-
-    def fit(recording, options, *_):
-        fitted.append(recording)
-        ends.append(options.until)
-        return {"popularity": {"counts": recording.popularity()}}
-
-    monkeypatch.setattr(module, "fit", fit)
-    for reading, n_sequences in ((module._READING, 12), (0, 8)):
-        monkeypatch.setattr(module, "_READING", reading)
-        before = time.monotonic()
-        assert (
-            calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=60).n_tokens
-            <= 256 * n_sequences
-        )
-        assert before <= ends[-1] - 60 * 60 <= time.monotonic()
-    with pytest.raises(
-        OptionError,
-        match=(
-            r"read [0-7] of at least 8 sequences in 0\.001 minutes: give more, or the same command"
-            r" again"
-        ),
-    ):
-        calibrate(model, text=CALIBRATION_TEXTS, tokens=12 * 256, minutes=1e-3)
-    assert len(fitted) == 2
-    whole, part = fitted
-    assert part.n_tokens < whole.n_tokens and part.starts.sum() == 8
-    for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "input_tokens"):
-        assert np.array_equal(
-            getattr(part, name), getattr(whole, name)[: len(getattr(part, name))]
-        ), name
-
-
 def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
     recording, names = (
         random_recording(40_000, n_gates=8, n_experts=32, n_embd=64),
@@ -344,80 +336,79 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
     assert Path(profile_path(model)).read_bytes() == b"something else"
 
 
-def test_command(calibrated, invoke, monkeypatch):
+@pytest.fixture
+def called(calibrated, monkeypatch) -> list[tuple[str, dict]]:
+    """Return the library functions that the command calls, in order, with options."""
+    _, result, _ = calibrated
+    calls, nothing = [], LossContract(0, 0, 8, 8, 256, ())
+    for name, returned in (
+        ("profile_fit.calibrate", result),
+        ("precision_search.search_precision", SearchResult(result.path, nothing, 0.01, ())),
+    ):
+
+        def noted(*args, name=name, returned=returned, **options):
+            calls.append((name.partition(".")[2], options | {"args": args}))
+            return returned
+
+        monkeypatch.setattr(f"moeoff.measure.{name}", noted)
+    return calls
+
+
+def test_command(calibrated, called):
     """Options reach the library function, and its result is shown."""
     model, result, _ = calibrated
-    options = {}
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            "moeoff.measure.profile_fit.calibrate",
-            lambda *args, **kwargs: options.update(kwargs) or result,
-        )
-        shown = CliRunner().invoke(
-            command,
-            ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"],
-        )
+    shown = CliRunner().invoke(
+        command,
+        ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"],
+    )
     assert shown.exit_code == 0, shown.output
-    assert (
-        shown.stdout.startswith(f"{result.path}: {', '.join(result.sections)}; ")
-        and "are predicted to" in shown.stderr
-    )
-    assert (
-        options["model"] == model
-        and options["text"] == ("a.txt", "b.txt")
-        and (options["tokens"], options["seed"]) == (1024, 7)
-    )
+    assert shown.stdout.startswith(f"{result.path}: {', '.join(result.sections)}; ")
+    assert "are predicted to" in shown.stderr
+    ((_, options),) = called
+    typed = {"model": model, "text": ("a.txt", "b.txt"), "tokens": 1024, "seed": 7, "minutes": 60}
+    assert options.items() >= typed.items()
     twice = CliRunner().invoke(command, [model, "-m", model])
     assert twice.exit_code == 1 and "give MODEL or -m, not both" in twice.stderr
-    refused = invoke("calibrate", model, "--text", "/nowhere.txt")
+
+
+def test_command_says_what_is_wrong_with_a_text(demo, invoke):
+    refused = invoke("calibrate", demo, "--text", "/nowhere.txt")
     assert (
         refused.returncode == 1
         and refused.stderr == "Error: /nowhere.txt: cannot be read: No such file or directory\n"
     )
 
 
-def test_command_fits_and_searches_in_the_same_minutes(calibrated, monkeypatch):
-    """With --max-loss. What is wrong with the search's options is said before the fit."""
-    model, result, _ = calibrated
-    minutes, order = {}, []
+@pytest.mark.parametrize("minutes, total", [(["--minutes", "10"], 10), ([], 60)])
+@pytest.mark.parametrize("loss", [["--max-loss", "1%"], []])
+def test_command_fits_and_searches_in_the_same_minutes(calibrated, called, loss, minutes, total):
+    model, _, _ = calibrated
+    typed = ["-m", model, "--tokens", "1024", "--seed", "7", "--memory", "1G", *loss, *minutes]
+    shown = CliRunner().invoke(command, typed)
+    assert shown.exit_code == 0, shown.output
+    name, fit = called.pop(0)
+    assert name == "calibrate" and fit["renew"] is (not loss) and fit["seed"] == 7
+    assert fit["minutes"] == (total / 2 if loss else total)
+    if loss:
+        assert "leaves the model lossless" in shown.stdout
+        name, search = called.pop(0)
+        assert name == "search_precision" and search["args"][2] == 0.01 and "seed" not in search
+        assert search["tokens"] == 1024 and search["memory"] == 1 << 30
+        assert total - 1 < search["minutes"] < total
+    assert not called
 
-    def fit(**options):
-        order.append("fit")
-        minutes["fit"] = options["minutes"]
-        assert options["renew"] is ("--max-loss" not in typed) and options["seed"] == 7
-        return result
 
-    def search(model, text, bound, **options):
-        order.append("search")
-        minutes["search"] = options["minutes"]
-        assert (
-            bound == 0.01
-            and "seed" not in options
-            and options["tokens"] == 1024
-            and options["memory"] == 1 << 30
-        )
-        return SearchResult(result.path, LossContract(0, 0, 8, 8, 256, ()), bound, ())
-
-    monkeypatch.setattr("moeoff.measure.profile_fit.calibrate", fit)
-    monkeypatch.setattr("moeoff.measure.precision_search.search_precision", search)
-    for typed in (["--max-loss", "1%", "--minutes", "10"], ["--minutes", "10"], []):
-        minutes.clear()
-        shown = CliRunner().invoke(
-            command, ["-m", model, "--tokens", "1024", "--seed", "7", "--memory", "1G", *typed]
-        )
-        assert shown.exit_code == 0, shown.output
-        if "--max-loss" in typed:
-            assert order == ["fit", "search"] and "leaves the model lossless" in shown.stdout
-            assert minutes["fit"] == 5 and 9 < minutes["search"] < 10
-        else:
-            assert minutes == {"fit": 10 if typed else 60}
-    order.clear()
-    for typed in (
+@pytest.mark.parametrize(
+    "typed",
+    [
         ["--max-loss", "one"],
         ["--max-loss", "1%", "--tier", "Q4_0"],
         ["--max-loss", "1%", "--experts", "/none"],
-    ):
-        assert CliRunner().invoke(command, ["-m", model, *typed]).exit_code == 1 and not order
+    ],
+)
+def test_what_is_wrong_with_a_search_is_said_before_the_fit(calibrated, called, typed):
+    model, _, _ = calibrated
+    assert CliRunner().invoke(command, ["-m", model, *typed]).exit_code == 1 and not called
 
 
 def test_a_model_is_not_fitted_twice(demo, tmp_path):

@@ -88,22 +88,20 @@ def drive(
 
 
 @pytest.mark.slow
-def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
+def test_a_wide_models_inputs_are_sampled(recording, demo):
     """Fits learn from inputs of all the text, not of its beginning alone, spread as
     wide as the room for them allows.
     """
-    from moeoff.measure import record as module
-
-    monkeypatch.setattr(module, "LIMIT", recording.inputs.nbytes // 7)
+    limit = recording.inputs.nbytes // 7
     with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
-        some = record(model, sequences(model, TEXTS, 3072), recording.router, "demo")
+        texts = sequences(model, TEXTS, 3072)
+        some = record(model, texts, recording.router, "demo", limit=limit)
     assert (some.ids == recording.ids).all() and some.input_tokens[-1] > 0.99 * some.n_tokens
     assert (np.diff(some.input_tokens) == some.input_tokens[1]).all() and 7 <= some.input_tokens[
         1
     ] <= 8
     assert (
-        some.inputs.nbytes <= recording.inputs.nbytes // 7
-        and (some.inputs == recording.inputs[some.input_tokens]).all()
+        some.inputs.nbytes <= limit and (some.inputs == recording.inputs[some.input_tokens]).all()
     )
     tokens = some.starts.cumsum() % 2 == 0
     part, x = some.take(tokens), recording.inputs[tokens]

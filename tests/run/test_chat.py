@@ -127,7 +127,7 @@ def test_what_is_typed_while_the_model_is_loaded_waits_too(tmp_path):
     options = ("-n", "8", "--temp", "0")
     with Terminal(*options, cache=tmp_path / "cache") as terminal:
         terminal.child.expect("loading demo")
-        mode = termios.tcgetattr(terminal.child.child_fd)
+        mode = termios.tcgetattr(terminal.child)
         assert not mode[0] & termios.ICRNL and not mode[3] & termios.ECHO
         terminal.child.send("Xylo?\rZebra?\r")
         terminal.ready()
@@ -137,9 +137,9 @@ def test_what_is_typed_while_the_model_is_loaded_waits_too(tmp_path):
         questions = saved(terminal, tmp_path / "chat.json")[::2]
         assert [message["content"] for message in questions] == ["Xylo?", "Zebra?"]
     with Terminal("--memory", "1M", *options, cache=tmp_path / "cache") as terminal:
-        before = termios.tcgetattr(terminal.child.child_fd)
+        before = termios.tcgetattr(terminal.child)
         assert terminal.ended() == 1 and "1.00 MiB is too small" in terminal.child.before
-        assert termios.tcgetattr(terminal.child.child_fd) == before
+        assert termios.tcgetattr(terminal.child) == before
 
 
 def test_when_a_text_is_complete():

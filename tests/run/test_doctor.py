@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.models import rewritten
-from helpers.processes import run_python
+from helpers.processes import run_python, soft_limit
 from moeoff.cli import doctor
 from moeoff.experts.profile import profile_path
 from moeoff.gguf.quantize import type_from_name
@@ -87,12 +87,8 @@ def test_the_disk_is_looked_at_where_the_model_cannot_be_opened(demo, tmp_path):
 
 def test_warnings(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (doctor.FEW_FILES - 1, limits[1]))
-    try:
+    with soft_limit(resource.RLIMIT_NOFILE, doctor.FEW_FILES - 1):
         found = [*doctor.check_openmp(), *doctor.check_files()]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert [finding.state for finding in found] == ["warning", "warning"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from companions import write_control_vector, write_expert_adapter
-from helpers.files import PROSE
+from helpers.files import PROSE, read_only
 from helpers.models import rewritten
 from moeoff import OptionError
 from moeoff.cli.main import main
@@ -205,8 +205,7 @@ def test_outputs_are_looked_at_before_any_weight_is_read(invoke, tmp_path, monke
     ):
         patch.setattr(os, "statvfs", lambda _path: full)
         require_new(tmp_path / "x", [], "--output")
-    monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may write anywhere
-    with pytest.raises(OptionError, match="which is read-only"):
+    with read_only(tmp_path), pytest.raises(OptionError, match="which is read-only"):
         require_new(tmp_path / "x", [], "--output")
 
 

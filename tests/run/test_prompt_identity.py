@@ -89,7 +89,7 @@ def test_threads_count_where_they_share_positions(model):
         assert of(n_threads=2, **options) == of(n_threads=3, **options)
 
 
-def test_another_build_or_level_is_another_computation(tmp_path, monkeypatch):
+def test_another_build_or_level_is_another_computation(tmp_path):
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         (folder / "high").mkdir(parents=True)
@@ -98,13 +98,9 @@ def test_another_build_or_level_is_another_computation(tmp_path, monkeypatch):
     (folders[1] / "libllama.so").write_text("another")
     (folders[2] / "high/libggml-cpu.so").write_text("another")
 
-    def digests(level: str | None) -> list[str]:
-        monkeypatch.setattr(machine, "LEVEL", level)
-        machine.libraries_digest.cache_clear()
-        return [machine.libraries_digest(folder) for folder in folders]
-
-    plain, high = digests(None), digests("high")
-    machine.libraries_digest.cache_clear()
+    plain, high = (
+        [machine.libraries_digest(folder, level) for folder in folders] for level in (None, "high")
+    )
     assert plain[0] == plain[2] != plain[1] and len({*plain, *high}) == 5
 
 

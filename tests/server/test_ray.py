@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -280,8 +281,8 @@ def test_more_replicas_than_machines_are_refused(demo, monkeypatch):
         return {"Alive": alive, "Resources": {"memory": gib * GIB, "CPU": cores}, "Labels": labels}
 
     nodes = [node(model="a", gib=5), node(model="b"), node(gib=1, model="a")]
-    monkeypatch.setattr(moeoff.ray.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(moeoff.ray.ray, "nodes", lambda: nodes)
+    ray = SimpleNamespace(is_initialized=lambda: True, nodes=lambda: nodes)
+    monkeypatch.setattr(moeoff.ray, "ray", ray)
     two = {"ray_options": {"max_replicas_per_node": 2}}
     for options in ({"num_replicas": 2}, {"num_replicas": 3, "labels": None}, {"num_replicas": 1, "memory": "8G"}, {"memory": "8G"},
                     {"num_replicas": 3, "ray_options": {"max_replicas_per_node": 9}}, {"num_replicas": 2, "memory": "3G", **two},
