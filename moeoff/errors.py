@@ -11,17 +11,21 @@ import re
 from collections.abc import Mapping
 
 _OPTION = re.compile(r"`(\w+)`")
-_LONGEST = 2000  # characters of a message
+_LONGEST = 1500  # characters of a message
 
 
 def one_line(text: str) -> str:
     """Make a text printable on one line of bounded length: parts come from files."""
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    text = _shortened(text)
     if text.isprintable():
         return text
     escaped = (" " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(c if c.isprintable() else other for c, other in zip(text, escaped))
+    return _shortened("".join(c if c.isprintable() else e for c, e in zip(text, escaped)))
+
+
+def _shortened(text: str) -> str:
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 class MoeoffError(Exception):

@@ -16,7 +16,7 @@ from .sidecar import AUTO, BITS, ORIGINAL
 
 _LONGEST_PLAN = 16 << 20  # bytes of JSON
 
-# types of tier "auto", others stay; docs/reference/sidecar.md has their errors
+# types of tier "auto"; others stay
 _LOWER_TYPES = {
     **dict.fromkeys("F32 F16 BF16".split(), "Q4_K"),
     **dict.fromkeys("Q8_0".split(), "Q4_0"),

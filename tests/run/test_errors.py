@@ -147,6 +147,11 @@ def test_a_router_that_cannot_be_converted(demo, tmp_path):
         Router.read(ModelIndex.read(path), [3], gating=1)
 
 
+def test_a_message_is_short_whatever_a_file_says():
+    text = str(moeoff.ModelError("a" + "\x08" * 4000 + "z"))
+    assert len(text) < 1600 and text.isprintable() and text[0] + text[-1] == "az"
+
+
 def test_impossible_context(moeoff_command, demo):
     def limit() -> None:  # else the kernel ends it, and perhaps others, for memory
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
