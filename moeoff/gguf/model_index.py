@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -396,12 +397,23 @@ def _read_file(path: str, index: int) -> tuple[ModelIndex, int]:
         return part, _value(file, "split.count", 0)
 
 
+# GGUF types of values that llama.cpp reads without a check
+_ADAPTER_TYPES = {"adapter.lora.alpha": (6, "float32")} | dict.fromkeys(
+    ("general.type", "general.architecture", "adapter.type"), (8, "string")
+)
+
+
 def loaded_whole(path: StrPath) -> tuple[int, int]:
     """Return tensor bytes and `header_memory` of a file that is loaded whole (LoRA).
 
     Raises:
-        ModelError: The file is invalid, or a tensor has a type that crashes llama.cpp.
+        ModelError: The file is invalid, or a value or tensor has a type that crashes
+            llama.cpp.
     """
+    with ModelFile(path, longest=_LONGEST_VALUE) as file:
+        for key, (code, kind) in _ADAPTER_TYPES.items():
+            if key in file.metadata and file.metadata[key][:4] != struct.pack("<I", code):
+                raise ModelError(f"{os.fspath(path)}: {key!r} is no {kind}; convert it again")
     whole, _ = _read_file(os.fspath(path), 0)
     spans = [*whole.dense.values(), *whole.experts.values()]
     for span in spans:

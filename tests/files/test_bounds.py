@@ -400,6 +400,12 @@ def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
     """llama.cpp takes it, and the first batch calls a null pointer."""
     path = tmp_path / "adapter.gguf"
     write_expert_adapter(demo, path)
+    for key in (b"adapter.lora.alpha", b"adapter.type"):
+        data = bytearray(path.read_bytes())
+        struct.pack_into("<I", data, data.index(key) + len(key), 4)
+        (tmp_path / "typed.gguf").write_bytes(data)
+        with pytest.raises(ModelError, match=f"typed.gguf: '{key.decode()}' is no|is damaged"):
+            moeoff.Llama(demo, n_ctx=128, lora_path=str(tmp_path / "typed.gguf"))
     data, name = bytearray(path.read_bytes()), b"blk.0.ffn_down_exps.weight.lora_b"
     at = data.index(name) + len(name) + 4 + 3 * 8  # number of dimensions, dimensions
     assert data[at : at + 4] == struct.pack("<I", GGMLQuantizationType.F32)
