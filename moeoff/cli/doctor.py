@@ -43,18 +43,7 @@ BLOCK_BYTES = 1 << 20  # read size of the disk probe without a model
 SLOW_DISK = 300e6  # bytes per second: below, only a nearly complete cache helps
 FEW_FILES = 256
 LITTLE_MEMORY = 512 << 20
-REMOTE = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "virtiofs",
-    "fuse.sshfs",
-    "fuse.gcsfuse",
-    "ceph",
-    "lustre",
-)
+REMOTE = "nfs nfs4 cifs smb3 9p virtiofs fuse.sshfs fuse.gcsfuse ceph lustre".split()
 TYPE_NUMBERS = 64  # more than ggml has types
 # CPU features that matter for speed: names in /proc/cpuinfo and in llama.cpp
 SIMD = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
@@ -115,10 +104,8 @@ def check_cpu() -> Iterator[Finding]:
 
 def cpu_features(built: Collection[str], flags: Collection[str], level: str | None) -> Finding:
     """Compare llama.cpp's features with the CPU's flags. `level` is the wheel's."""
-    unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
-    lacking = [
-        theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built
-    ]
+    unused = [name for flag, name in SIMD.items() if flag in flags and name not in built]
+    lacking = [name for flag, name in SIMD.items() if flags and flag not in flags and name in built]
     rebuild = "rebuild the fork here: make env"
     if lacking:
         text = f"built with {', '.join(lacking)}, which this CPU lacks: it will crash"
@@ -221,14 +208,12 @@ def check_disk(
         yield _ok_or_warning(
             "file system", kind not in REMOTE, where, "put the model on a local disk", warning
         )
-    if os.path.isfile(path):
-        yield from _disk_of(path, block_bytes, seconds)
-        return
-    with os.scandir(path) as entries:
-        models = [entry for entry in entries if entry.name.endswith(".gguf") and entry.is_file()]
+    models = [path]
+    if not os.path.isfile(path):
+        with os.scandir(path) as entries:
+            models = [e.path for e in entries if e.name.endswith(".gguf") and e.is_file()]
     if models:
-        largest = max(models, key=lambda entry: entry.stat().st_size)
-        yield from _disk_of(largest.path, block_bytes, seconds)
+        yield from _disk_of(max(models, key=os.path.getsize), block_bytes, seconds)
         return
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".moeoff-doctor-") as file:
@@ -238,12 +223,8 @@ def check_disk(
             os.fsync(file.fileno())
             yield from _disk_of(file.name, block_bytes, seconds)
     except OSError as error:
-        yield Finding(
-            "disk",
-            WARNING,
-            f"not measured: {path} cannot be written ({error.strerror})",
-            "give a model with -m",
-        )
+        text = f"not measured: {path} cannot be written ({error.strerror})"
+        yield Finding("disk", WARNING, text, "give a model with -m")
 
 
 def _disk_of(path: str, block_bytes: int, seconds: float) -> Iterator[Finding]:

@@ -235,9 +235,7 @@ class Grid:
 def limit_around(memory: int, own: int | None, why: str | None) -> tuple[int | None, str]:
     """Return the cgroup's limit for a memory limit, or None, and a remark.
 
-    Args:
-        own: Limit of this process's cgroup.
-        why: Reason that no cgroup can be made.
+    `own` is the limit of this process's cgroup, `why` the reason that none can be made.
     """
     if own is not None and own <= _OWN_LIMIT * memory:
         return None, f"in this container's {format_size(own)}"
