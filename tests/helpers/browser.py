@@ -229,6 +229,15 @@ class Chat:
         self.page.press_enter()
         self.page.wait(f"{self.QUESTION} === {json.dumps(text)} && {self.IS_ASKED}")
 
+    def slow_down(self, bytes_per_second: int) -> None:
+        """Once the page is there, answers come no faster."""
+        self.page.wait("document.querySelector('form textarea:enabled') !== null")
+        limit = {"offline": False, "latency": 0, "uploadThroughput": -1}
+        self.page.call("Network.enable")
+        self.page.call(
+            "Network.emulateNetworkConditions", downloadThroughput=bytes_per_second, **limit
+        )
+
     def reload(self) -> None:
         """Loads the page anew. Returns when it shows a question and an answer again."""
         self.page.reload()

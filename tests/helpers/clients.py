@@ -547,6 +547,7 @@ class Page(Client):
     def stream(self, text: str) -> Iterator[str]:
         """Lengths of what was seen are all that there is of the pieces."""
         with self.conversation() as chat:
+            chat.slow_down(20_000)  # an answer of about 20 KB, which else takes 0.1 s
             chat.ask(text)
             seen = chat.watch()
             answer = chat.read()
