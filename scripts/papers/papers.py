@@ -127,11 +127,14 @@ CONTENDERS = {
     "llama.cpp, both sides": Contender("layers on the GPU, the others on the CPU (§4)", "lru", "-", {}, replace(HOBBIT, cooperative=True), whole_layers=True),
     "static": Contender("a fixed set of experts (§7.1)", "static", f"{STEP}; what is loaded goes first", {}, SERIAL),
     "LRU": Contender("LRU in each layer, no prefetching: `base` (§7.3)", "lru", STEP, {}, SERIAL, True),
-    "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "-", AHEAD, IN_TURN, True),
-    "+ chunked prefetch": Contender("in three chunks (§5.1)", "lru+learned", "-", AHEAD, replace(IN_TURN, chunked=True), True),
+    "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "-", AHEAD,
+                             IN_TURN, True),
+    "+ chunked prefetch": Contender("in three chunks (§5.1)", "lru+learned", "-", AHEAD,
+                                     replace(IN_TURN, chunked=True), True),
     "+ early preemption": Contender("misses are sent when the gate has chosen (§5.2)", "lru+learned", "-", AHEAD,
                                     Execution(reordered=NEVER, order=BY_ID, predict_us=200), True),
-    "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "-", AHEAD, Execution(order=BY_ID, predict_us=200), True),
+    "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "-", AHEAD,
+                          Execution(order=BY_ID, predict_us=200), True),
     SHIPPED: Contender("none: the default of `moeoff run`", "auto", "always predicts", {}),
 }  # fmt: skip
 
@@ -825,7 +828,7 @@ def named(part: type[StrategyPart] | None, none: str = "none") -> str:
 
 
 def shipped(results: ResultsFile, runs: Runs) -> None:
-    """The default of `moeoff run` beside each paper's lossless system, on its machine."""
+    """Write a table of moeoff's default beside each paper's system, on its machine."""
     title = "Decode with moeoff's default: times the paper's lossless system, and times LRU"
     columns = ["", "share", "times the paper's system", "times LRU"]
     table = results.table("shipped", title, columns)
