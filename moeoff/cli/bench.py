@@ -99,20 +99,8 @@ def _list_option(
 
 
 # Table options that take several values here: one configuration for each combination.
-AXES = (
-    "memory",
-    "strategy",
-    "n_threads",
-    "io_threads",
-    "n_batch",
-    "n_ubatch",
-    "type_k",
-    "type_v",
-    "flash_attn",
-    "n_gpu_layers",
-    "vram",
-    "vram_mode",
-)
+AXES = "memory strategy n_threads io_threads n_batch n_ubatch type_k type_v flash_attn".split()
+AXES += ["n_gpu_layers", "vram", "vram_mode"]
 _COLUMNS = AXES[2:]  # shown in the results only where given
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from ..budget.dry_load import context_for
 from ..experts.sidecar import sidecar_path
 from ..gguf.model_index import ModelIndex
+from ..options import TABLE
 from ..system.cgroup import memory_cgroup, unavailable
 from ..system.disk import cached_bytes, leave_page_cache
 from ..system.machine import n_cores
@@ -119,18 +120,6 @@ def drop_files(job: Job) -> list[str]:
     return list(filter(None, map(drop_from_page_cache, sorted(files))))
 
 
-# options passed on to stock llama.cpp
-_SHARED = (
-    "n_threads",
-    "n_threads_batch",
-    "n_batch",
-    "n_ubatch",
-    "type_k",
-    "type_v",
-    "flash_attn",
-    "n_gpu_layers",
-    "n_ctx",
-)
 STOCK_SECONDS = 300.0  # time limit of a test: a token takes seconds where stock thrashes
 _STOCK_TIMEOUT = 900.0  # seconds
 _OWN_LIMIT = 1.1  # a limit of this process's cgroup up to 1.1x suffices
@@ -186,7 +175,7 @@ class Grid:
             out.append((job, memory, note))
             if self.compare_stock:
                 theirs = {"n_threads": n_cores(), "flash_attn": True}
-                theirs |= {name: options[name] for name in _SHARED if name in options}
+                theirs |= {name: options[name] for name in options if TABLE[name].llama}
                 # llama_cpp's default is half
                 theirs.setdefault("n_threads_batch", theirs["n_threads"])
                 slow = bool(memory) and memory < expert_bytes
