@@ -375,26 +375,29 @@ def _value(file: ModelFile, key: str, default: _T) -> _T:
 def _read_file(path: str, index: int) -> tuple[ModelIndex, int]:
     """Read one file of a model. Return its tensors and the number of files."""
     with ModelFile(path, longest=_LONGEST_VALUE) as file:
-        spans = []
-        for name, tensor in file.tensors.items():
-            n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
-            spans.append(
-                TensorSpan(
-                    name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)
-                )
+        return _part(file, path, index), _value(file, "split.count", 0)
+
+
+def _part(file: ModelFile, path: str, index: int) -> ModelIndex:
+    spans = []
+    for name, tensor in file.tensors.items():
+        n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
+        spans.append(
+            TensorSpan(
+                name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)
             )
-        architecture = _value(file, "general.architecture", "")
-        part = ModelIndex(
-            files=(path,),
-            architecture=architecture,
-            experts={span.name: span for span in spans if is_expert(span.name)},
-            dense={span.name: span for span in spans if not is_expert(span.name)},
-            hparams=_hparams(file, architecture),
-            states=(file.state,),
-            # llama.cpp formats each array for its log, one after the other
-            header_memory=_COPIES * (file.data_start + file.written) + _STRING * file.n_strings,
         )
-        return part, _value(file, "split.count", 0)
+    architecture = _value(file, "general.architecture", "")
+    return ModelIndex(
+        files=(path,),
+        architecture=architecture,
+        experts={span.name: span for span in spans if is_expert(span.name)},
+        dense={span.name: span for span in spans if not is_expert(span.name)},
+        hparams=_hparams(file, architecture),
+        states=(file.state,),
+        # llama.cpp formats each array for its log, one after the other
+        header_memory=_COPIES * (file.data_start + file.written) + _STRING * file.n_strings,
+    )
 
 
 # GGUF types of values that llama.cpp reads without a check
@@ -414,7 +417,7 @@ def loaded_whole(path: StrPath) -> tuple[int, int]:
         for key, (code, kind) in _ADAPTER_TYPES.items():
             if key in file.metadata and file.metadata[key][:4] != struct.pack("<I", code):
                 raise ModelError(f"{os.fspath(path)}: {key!r} is no {kind}; convert it again")
-    whole, _ = _read_file(os.fspath(path), 0)
+        whole = _part(file, os.fspath(path), 0)
     spans = [*whole.dense.values(), *whole.experts.values()]
     for span in spans:
         if span.type == I32 or not is_computed(span.type):
