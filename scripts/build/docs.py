@@ -48,9 +48,9 @@ def cli_page() -> str:
 
     parts = [
         "# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help-all`. An"
-        " option of several commands is described at the first; a name in italics is an earlier section.\n"
+        " option of several commands is described at the first.\n"
     ]
-    shown: dict[str, tuple[str, str]] = {}
+    shown: set[str] = set()
     # as the program makes them: a context made by hand would leave out the commands'
     # settings, -h among them
     width = {"max_content_width": 100, "terminal_width": 100, "resilient_parsing": True}
@@ -60,7 +60,7 @@ def cli_page() -> str:
         command = main.get_command(top, name)
         context = command.make_context(name, [], parent=top, **width)
         context.meta[HELP_ALL] = True
-        text, alike = without_shown(name, command.get_help(context), shown)
+        text, alike = without_shown(command.get_help(context), shown)
         parts.append(
             f"## moeoff {name}\n\n```\n{text}\n```\n"
             + (f"\nAs above: {', '.join(alike)}.\n" if alike else "")
@@ -68,50 +68,26 @@ def cli_page() -> str:
     return "\n".join(parts)
 
 
-def without_shown(
-    command: str, text: str, shown: dict[str, tuple[str, str]]
-) -> tuple[str, list[str]]:
-    """Drop the options that an earlier command has shown in the same words.
-
-    Args:
-        command: The command's name.
-        text: Its help.
-        shown: Command and section of each option that was shown, by the option's words.
-            New options are added.
-
-    Returns:
-        The other text, and the names of the dropped options; of sections that are
-        dropped completely, the section's name.
+def without_shown(text: str, shown: set[str]) -> tuple[str, list[str]]:
+    """Return a command's help without the options that an earlier one has shown in the
+    same words, and the names of those.
     """
-    new: list[str] = []
-    alike: dict[str, str] = {}
-    heading, earlier = "", dict(shown)
+    new, alike = [], []
     for entry in re.split(r"\n(?=  -|\S|\n)", text):
         words = " ".join(entry.split())
         if not entry.startswith("  -"):
             new.append(entry)
-            heading = words.removesuffix(":") if words.endswith(":") else heading
-        elif words in earlier:
-            alike[words] = f"`{re.match(r'[^ ,]+', words)[0]}`"
+        elif words in shown:
+            alike.append(f"`{re.match(r'[^ ,]+', words)[0]}`")
         else:
-            shown[words] = command, heading
+            shown.add(words)
             new.append(entry)
     sections = [
         part
         for part in "\n".join(new).split("\n\n")
         if "\n" in part or part[0] == " " or not part.endswith(":")
     ]
-    whole = {
-        section
-        for section in {earlier[words] for words in alike}
-        if section[1] != "Options"
-        and alike.keys() >= {words for words, of in earlier.items() if of == section}
-    }
-    names = dict.fromkeys(
-        f"*{earlier[words][1]}*" if earlier[words] in whole else name
-        for words, name in alike.items()
-    )
-    return "\n\n".join(sections).strip(), list(names)
+    return "\n\n".join(sections).strip(), alike
 
 
 def options_page() -> str:
