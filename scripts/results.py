@@ -108,7 +108,8 @@ OLDER = {
         "answer-qwen36-35b-a3b answer-qwen38-flash-next loss-contract"
     ),
     "The code changed since; make faults takes hours.": (
-        "advisories damaged disk hostile-http kill nth-fault objects scale-events soak soak-interrupted"
+        "advisories damaged disk hostile-http kill nth-fault objects scale-events soak "
+        "soak-interrupted"
     ),
 }
 
